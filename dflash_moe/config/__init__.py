@@ -8,16 +8,15 @@ from __future__ import annotations
 from dflash_moe.config.activations import ACTIVATIONS
 from dflash_moe.config.remedies import on_worker_loss
 from dflash_moe.config.resolve import check_environment, resolve_settings
+from dflash_moe.config.setting import SECTIONS, Setting
 from dflash_moe.config.settings import (
     BLOCK_TOKENS,
     DTYPES,
     ISAS,
     MAX_REQUESTS,
     MAX_THREADS,
-    SECTIONS,
     SETTINGS,
     SETTINGS_BY_NAME,
-    Setting,
     Settings,
 )
 from dflash_moe.config.values import (

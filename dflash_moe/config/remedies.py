@@ -7,23 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dflash_moe.config.values import HOST_FALLBACK, RECONNECT, REPLICA
+
 if TYPE_CHECKING:
     from dflash_moe.config.settings import Settings
-
-REPLICA, RECONNECT, HOST_FALLBACK = REMEDIES = ("replica", "reconnect", "host")
-
-
-def remedies_in_order(value: object) -> tuple[str, ...]:
-    """Parses `failure.order`. A replica is asked at once, so that nothing can come before it.
-    Raises ValueError.
-    """
-    words = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        raise ValueError
-    found = tuple(word.strip().lower() for word in words)
-    if len(set(found)) < len(found) or not set(found) <= set(REMEDIES) or REPLICA in found[1:]:
-        raise ValueError
-    return found
 
 
 def brings_workers_back(settings: Settings) -> bool:
@@ -66,5 +53,7 @@ def on_worker_loss(settings: Settings) -> str:
     if not kept_away:
         grace = f", which begins {host_grace_ms(settings):g} ms after the loss" if back else ""
         parts.append(f"are computed by the host's processor where that gives the same bits{grace}")
-    parts.append("else raise WorkerLost until it is back" if back else f"else raise WorkerLost until it is released ({missing})")
+    parts.append(
+        "else raise WorkerLost until it is back" if back else f"else raise WorkerLost until it is released ({missing})"
+    )
     return ", ".join(parts) + (f" (the host does not compute them: {kept_away})" if kept_away else "")

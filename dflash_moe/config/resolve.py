@@ -13,7 +13,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_moe.config.settings import PREFIX, SETTINGS, SETTINGS_BY_NAME, Setting, Settings
+from dflash_moe.config.setting import Setting
+from dflash_moe.config.settings import PREFIX, SETTINGS, SETTINGS_BY_NAME, Settings
 from dflash_moe.config.values import MAX_COMPARED, did_you_mean
 from dflash_moe.errors import ConfigError, shown
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.config.activations import ACTIVATIONS
-from dflash_moe.config.remedies import REMEDIES, remedies_in_order
-from dflash_moe.config.setting import ROOT_SETTINGS, SECTIONS, Setting
+from dflash_moe.config.setting import Setting
 from dflash_moe.config.values import (
-    MAX_GRACE_MS,
     MAX_BACKOFF_MS,
+    MAX_GRACE_MS,
     MAX_SPIN_US,
     MAX_TIMEOUT_S,
+    REMEDIES,
     SIZE_FORMS,
     MemoryBudget,
     choice,
@@ -33,6 +33,7 @@ from dflash_moe.config.values import (
     on_off,
     on_off_or_auto,
     parse_bytes,
+    remedies_in_order,
     seconds,
     seconds_or_zero,
     share,
@@ -194,8 +195,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "failure_order", None, None, "failure.order", remedies_in_order,
         f"a list of {', '.join(REMEDIES)}, each once at most, replica before the others", REMEDIES, f"[{', '.join(REMEDIES)}]",
-        "What is done where a worker is lost, in order: another worker with its experts, the worker itself once it is back, the "
-        "host's processor; what is left out is not done", "WORDS",
+        "What is done where a worker is lost, in order: another worker with its experts, the worker itself once it is back, "
+        "the host's processor; what is left out is not done", "WORDS",
     ),
     Setting(
         "hedge", None, None, "failure.hedge", share, "0 to 1, 0 for none", 0.05, "0.05",

@@ -38,6 +38,9 @@ BUDGET_FORMS = f"0%..100%, {SIZE_FORMS}"
 # So many letters of a misspelt word are compared: the work grows with their number squared.
 MAX_COMPARED = 100
 
+# What may be done where a worker is lost, in the order in which it is by default.
+REPLICA, RECONNECT, HOST_FALLBACK = REMEDIES = ("replica", "reconnect", "host")
+
 # A parser raises ValueError on a value that is not allowed.
 Parser = Callable[[Any], Any]
 
@@ -198,6 +201,19 @@ def _number(value: object, low: float, high: float) -> float:
     if not low <= number <= high:
         raise ValueError
     return number
+
+
+def remedies_in_order(value: object) -> tuple[str, ...]:
+    """Parses `failure.order`. A replica is asked at once, so that nothing can come before it.
+    Raises ValueError.
+    """
+    words = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise ValueError
+    found = tuple(word.strip().lower() for word in words)
+    if len(set(found)) < len(found) or not set(found) <= set(REMEDIES) or REPLICA in found[1:]:
+        raise ValueError
+    return found
 
 
 def switch(value: object) -> bool:

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from dflash_moe.runtime.membership import State
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.runtime.fleet import Member
+    from dflash_moe.runtime.host_fallback import HostFallback
     from dflash_moe.runtime.membership import Member as Life
     from dflash_moe.runtime.path_keeper import PathKeeper
 
@@ -27,15 +29,24 @@ log = logging.getLogger(__name__)
 class ClientCalls:
     """What worker_keeper.Calls asks for, of a client in this process."""
 
-    def __init__(self, client: _core.Client, paths: PathKeeper) -> None:
+    def __init__(self, client: _core.Client, paths: PathKeeper, fallback: HostFallback) -> None:
         self._client = client
         self._paths = paths
         # Called with the number of a worker that drains and has nothing in flight any more.
         self.on_idle: Callable[[int], None] = lambda _index: None
+        self._fallback = fallback
+        fallback.on_change = self._tell_all
+        # Guards that of two threads which tell the client of one worker the later one is right.
+        self._lock = threading.Lock()
+        # What is told of each worker: whether it serves or is being brought back, and whether it
+        # drains.
+        self._lives: dict[str, tuple[Member, bool, bool]] = {}
 
     def lose(self, member: Member, reason: str) -> None:
         """Ends the calls that need a worker which is gone, or has them wait for it."""
         log.warning("worker %s is lost: %s", member.name, reason)
+        with suppress(DflashError):  # the runtime was closed meanwhile
+            self._fallback.miss(member.name)
         self._client.mark_lost(member.client_index, reason)
 
     def join(self, member: Member) -> None:
@@ -48,11 +59,15 @@ class ClientCalls:
         """Returns the workers that the client has lost, with the reason."""
         try:
             # Taking the events empties their descriptor. What holds in the end, the reports say.
-            for event in self._client.take_events():
+            events = self._client.take_events()
+            reports = self._client.workers()
+            for event in events:
                 log.debug("worker %d: %s %s", event["worker"], event["kind"], event["reason"])
                 if event["kind"] == "idle":
                     self.on_idle(event["worker"])
-            return [(report["name"], report["reason"]) for report in self._client.workers() if report["state"] == "lost"]
+                elif event["kind"] == "suspect":
+                    self._fallback.miss(reports[event["worker"]]["name"])
+            return [(report["name"], report["reason"]) for report in reports if report["state"] == "lost"]
         except DflashError:  # the runtime was closed meanwhile
             return []
 
@@ -62,9 +77,19 @@ class ClientCalls:
         """
         if life.state is State.QUARANTINED:
             log.error("worker %s is left alone: %s", member.name, life.reason)
+        with self._lock:
+            self._lives[member.name] = member, life.is_coming, life.state is State.DRAINING
+            self._tell(*self._lives[member.name])
+
+    def _tell_all(self) -> None:
+        with self._lock:
+            for told in self._lives.values():
+                self._tell(*told)
+
+    def _tell(self, member: Member, is_coming: bool, is_draining: bool) -> None:
         with suppress(DflashError):  # the runtime was closed meanwhile
-            self._client.set_remedy(member.client_index, life.is_coming)
-            self._client.set_draining(member.client_index, life.state is State.DRAINING)
+            self._client.set_remedy(member.client_index, is_coming or self._fallback.is_coming(member.name))
+            self._client.set_draining(member.client_index, is_draining)
 
     def descriptor(self) -> int:
         """Returns the descriptor of the client's events."""

@@ -77,6 +77,13 @@ class ReferenceChecksums:
             "bytes: copy the checkpoint to one of them again"
         )
 
+    def reference(self, held: HeldShard) -> int | None:
+        """Returns the checksum that every holder of a shard must have, None where its first holder
+        has not read all of it or is not known.
+        """
+        with self._lock:
+            return self._first.get((held.layer.index, held.shard_id), ("", None))[1]
+
 
 def checksum_text(checksum: int | None) -> str:
     """Writes a checksum the way that every message does."""

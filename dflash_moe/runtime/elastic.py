@@ -45,6 +45,7 @@ from dflash_moe.topology.parse import MAX_WORKERS, check_local, parse_worker
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.placement import Placement
+    from dflash_moe.runtime.holder_lists import HolderLists
     from dflash_moe.runtime.path_keeper import PathKeeper
     from dflash_moe.runtime.placed_experts import PlacedExperts
     from dflash_moe.runtime.worker_keeper import WorkerKeeper
@@ -63,12 +64,15 @@ SOURCE = "add_worker"
 class Elastic:
     """Changes who the workers of a runtime are, one change at a time. Any thread may call."""
 
-    def __init__(self, client: _core.Client, placed: PlacedExperts, paths: PathKeeper, keeper: WorkerKeeper) -> None:
+    def __init__(
+        self, client: _core.Client, placed: PlacedExperts, paths: PathKeeper, keeper: WorkerKeeper, holders: HolderLists
+    ) -> None:
         self._client = client
         self._placed = placed
         self._fleet = placed.fleet
         self._paths = paths
         self._keeper = keeper
+        self._holders = holders
         # Held over one change of members, which takes seconds; nobody waits for it.
         self._changing = threading.Lock()
         # Guards that placement, held shards and members change together. The keeper's thread takes
@@ -171,7 +175,7 @@ class Elastic:
         """Gives a loaded worker its data path, and tells the calls that it is a holder."""
         placed, name = self._placed, member.name
         shards = self._held_shards(name, chosen)
-        with self._paths.adding(member):
+        with self._paths.adding():
             self._attach(member, shards)
             with self._lock:
                 self._fleet.admit(member)
@@ -310,7 +314,7 @@ class Elastic:
             for shard, before in zip(shards, former, strict=True):
                 if shard.holders != before.holders:
                     holders = [everybody[name].client_index for name in shard.holders]
-                    self._client.set_holders(layer.index, shard.shard_id, holders)
+                    self._holders.set_workers((layer.index, shard.shard_id), holders)
 
     def _use_threads(self, threads: ThreadPlan) -> None:
         if threads.is_oversubscribed != self._placed.threads.is_oversubscribed:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
+from dflash_moe.config.remedies import host_grace_ms
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement
@@ -33,6 +34,8 @@ from dflash_moe.runtime.elastic import Elastic
 from dflash_moe.runtime.expert_call import BoundExperts, ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
 from dflash_moe.runtime.held_shards import holders_by_shard
+from dflash_moe.runtime.holder_lists import HolderLists
+from dflash_moe.runtime.host_fallback import HostFallback
 from dflash_moe.runtime.kept_worker import WorkerState
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
@@ -71,15 +74,20 @@ class ExpertRuntime:
             spin_ns=placed.threads.spin_ns,
             call_timeout_s=settings.call_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
+            suspect_s=settings.suspect_ms / 1000,
             park_s=settings.park_s,
+            reconnect_grace_s=host_grace_ms(settings) / 1000,
+            hedge_share=settings.hedge,
         )
         self._keeper = PathKeeper(self._client, placed)
-        calls = ClientCalls(self._client, self._keeper)
+        self._holders = HolderLists(self._client)
+        self._fallback = HostFallback(self._client, placed, self._keeper, self._holders)
+        calls = ClientCalls(self._client, self._keeper, self._fallback)
         self._workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
         calls.on_idle = _idle_teller(self._fleet, self._workers)
-        self._elastic = Elastic(self._client, placed, self._keeper, self._workers)
+        self._elastic = Elastic(self._client, placed, self._keeper, self._workers, self._holders)
         self._keeper.on_loss = self._workers.ring
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._keeper, self._fleet, self._client)
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._keeper, self._fallback, self._fleet, self._client)
         self._table = LayerTable(placed.spec.layers)
         host = DeviceChoice.of_host(placed.topology.host)
         self._device = None if host.is_processor else DeviceTensors(host)
@@ -157,8 +165,9 @@ class ExpertRuntime:
                 shards=shards,
                 cost_class=classes[layer.index],
             )
-        for (layer_index, shard), holders in holders_by_shard(self.spec, self.placement).items():
-            client.set_holders(layer_index, shard, [self._fleet.members[name].client_index for name in holders])
+        for where, holders in holders_by_shard(self.spec, self.placement).items():
+            self._holders.begin(where, [self._fleet.members[name].client_index for name in holders])
+        self._fallback.start()
         client.set_profile(bool(self.settings.profile))
         if self._device is not None:
             self._steps = DeviceSteps(
@@ -390,7 +399,7 @@ class ExpertRuntime:
 
     def _apply_policy(self) -> None:
         self._note_auto()
-        plans, slices = self._placed.plan_slots(), self._placed.slices
+        plans, slices = self._fallback.with_slots(self._placed.plan_slots()), self._placed.slices
         request_dtype, reply_dtype = self.wire_dtypes
         members = self._fleet.members.values()
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
@@ -437,6 +446,7 @@ class ExpertRuntime:
         return {
             **counted["totals"],
             **counted,
+            "fallback": self._fallback.describe(counted["workers"]),
             "mode": slices.mode,
             "mode_asked": self.settings.mode,
             "mode_reason": mode_reason(forecasts) if slices.is_measured else "as asked",
@@ -598,10 +608,12 @@ def _idle_teller(fleet: Fleet, workers: WorkerKeeper) -> Callable[[int], None]:
     return lambda index: workers.note_idle(fleet.at_index(index).name)
 
 
-def _end(workers: WorkerKeeper, keeper: PathKeeper, fleet: Fleet, client: _core.Client) -> None:
+def _end(workers: WorkerKeeper, keeper: PathKeeper, fallback: HostFallback, fleet: Fleet, client: _core.Client) -> None:
     """Ends a runtime that was closed or dropped; its channels go once the last call has left."""
+    fallback.call_off()
     workers.call_off()
     keeper.call_off()
+    fallback.close()
     fleet.close()
     keeper.close()
     workers.close()

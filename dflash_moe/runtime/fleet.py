@@ -183,21 +183,32 @@ class Fleet:
         self._in_parallel([member.name for member in remote], lambda name: self._greet(self.members[name]))
         for member in self.members.values():
             if member.transport == "loopback":
-                slowdown = _slowdown(member)
-                member.local = LocalWorker(
-                    member.name,
-                    isa=self._isa,
-                    threads=self._num_threads(member),
-                    spin_ns=self._threads.spin_ns,
-                    slowdown=slowdown,
-                    numerics=member.numerics,
-                    cpus=self._threads.cpus.get(member.name, ()),
-                    device=member.device,
-                    weights_layout=member.layout,
-                    pool=self.host_pool if self._is_pooled(member) else None,
-                )
+                member.local = self.new_local(member)
                 member.numerics = member.local.numerics
         self._check_architectures()
+
+    def new_local(self, member: Member) -> LocalWorker:
+        """Makes the worker inside this process for a member that is one. Errors are those of
+        LocalWorker.
+        """
+        return LocalWorker(
+            member.name,
+            isa=self._isa,
+            threads=self._num_threads(member),
+            spin_ns=self._threads.spin_ns,
+            slowdown=_slowdown(member),
+            numerics=member.numerics,
+            cpus=self._threads.cpus.get(member.name, ()),
+            device=member.device,
+            weights_layout=member.layout,
+            pool=self.host_pool if self._is_pooled(member) else None,
+        )
+
+    def reference_checksum(self, held: HeldShard) -> int | None:
+        """Returns the content checksum of a shard as its first holder reported it, None where that
+        has not read all of it.
+        """
+        return self._contents.reference(held)
 
     def _check_architectures(self) -> None:
         members = (*self.members.values(), *self.arriving.values())

@@ -52,14 +52,13 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
 
 
 def holders_by_shard(spec: ModelSpec, placement: Placement) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Returns the holders of every shard that has several, by (index of the layer, id of the
-    shard), preferred first.
+    """Returns the holders of every shard, by (index of the layer, id of the shard), preferred
+    first.
     """
     return {
         (layer.index, shard.shard_id): shard.holders
         for layer, shards in zip(spec.layers, placement.layers, strict=True)
         for shard in shards
-        if shard.replicas
     }
 
 

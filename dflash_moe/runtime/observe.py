@@ -108,7 +108,7 @@ def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> lis
     found = []
     for member in fleet.members.values():
         counts: dict[int, int] = {}
-        for shard in held.get(member.name, ()):
+        for shard in held.get(member.name, ()):  # a stand-in has none of its own
             counts[shard.layer.index] = counts.get(shard.layer.index, 0) + len(shard.experts)
         pid, weight_bytes, memory = _resident(member)
         most = max(counts.values(), default=0)

@@ -53,9 +53,8 @@ class PathKeeper:
         self.on_loss: Callable[[], None] = lambda: None
         # By name of a worker, also of those that were removed: held over the making of one path.
         self._locks: dict[str, threading.Lock] = {}
-        # Held over a change of the settings that paths are made by, and over the first path of a
-        # worker that is added.
-        self._settings_lock = threading.Lock()
+        # Held while a holder is added, and while the settings in force change.
+        self._adding = threading.Lock()
         self._worn_fd = client.worn_fd()
         # These paths, by client_index and with the reason, were retired by another thread that
         # could not renew them.
@@ -75,31 +74,30 @@ class PathKeeper:
         """Opens a block in which no other thread makes a path to `member`. Raises WorkerTimeout
         where another one does so for longer than a path can take.
         """
-        lock = self._locks[member.name]
-        if not lock.acquire(timeout=RENEWALS * (self._fleet.attach_timeout_s + PAUSE_S)):
+        lock = self._locks.setdefault(member.name, threading.Lock())
+        if not lock.acquire(timeout=self._path_limit_s):
             raise WorkerTimeout(f"worker {member.name}: another data path is being made all the while", worker=member.name)
         try:
             yield
         finally:
             lock.release()
 
-    @contextmanager
-    def adding(self, member: Member) -> Iterator[None]:
-        """Opens a block in which the settings in force do not change, so that a worker that is
-        added gets a path by them. Raises WorkerTimeout.
-        """
-        self._locks.setdefault(member.name, threading.Lock())
-        with self._keeping_settings():
-            yield
+    @property
+    def _path_limit_s(self) -> float:
+        """For no longer than this is one data path being made."""
+        return RENEWALS * (self._fleet.attach_timeout_s + PAUSE_S)
 
     @contextmanager
-    def _keeping_settings(self) -> Iterator[None]:
-        if not self._settings_lock.acquire(timeout=RENEWALS * (self._fleet.attach_timeout_s + PAUSE_S)):
-            raise WorkerTimeout("the settings of data paths are being changed, or a worker added, all the while")
+    def adding(self) -> Iterator[None]:
+        """Opens a block in which the settings in force do not change and no other thread adds a
+        holder. Raises WorkerTimeout where one of both takes longer than all paths can.
+        """
+        if not self._adding.acquire(timeout=(len(self._fleet.members) + 1) * self._path_limit_s):
+            raise WorkerTimeout("the settings of the data paths are being changed all the while")
         try:
             yield
         finally:
-            self._settings_lock.release()
+            self._adding.release()
 
     @contextmanager
     def making_none(self) -> Iterator[None]:
@@ -107,7 +105,7 @@ class PathKeeper:
         force can change. Raises WorkerTimeout.
         """
         with ExitStack() as held:
-            held.enter_context(self._keeping_settings())
+            held.enter_context(self.adding())
             for member in self._fleet.members.values():
                 held.enter_context(self.making(member))
             yield

@@ -12,7 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
+from dflash_moe.config.values import REPLICA
+from dflash_moe.errors import ConfigError
 from dflash_moe.placement import plan_placement
+from dflash_moe.placement.fallback import check_fallback
 from dflash_moe.placement.imposed import settle
 from dflash_moe.placement.numerics import check_classes, settle_classes
 from dflash_moe.placement.preset import FAST, Offer, choose_classes, dense_class, describe, is_stated, preferred
@@ -58,10 +61,16 @@ class PlacedExperts:
         self.topology = topology
         self.settings = settings
         self.slices = slices_of(settings)
+        if topology.placement.replicas > 1 and REPLICA not in settings.failure_order:
+            raise ConfigError(
+                f"placement.replicas is {topology.placement.replicas} and failure.order has no replica, so that nobody would "
+                "ask the other holders: write it there, or placement.replicas: 1"
+            )
         self.placement = plan_placement(spec.layers, topology)
         if settings.preset != FAST:
             # A preset chooses once all holders have said what they offer.
             check_classes(spec.layers, self.placement, topology, settings.numerics)
+            check_fallback(spec.layers, self.placement, topology, settings)
         self.held = shards_by_holder(spec, self.placement)
         self.threads = thread_plan(topology, settings, self.held)
         self.fleet = Fleet(spec, settings, self.threads, channel_decorator)
@@ -95,6 +104,7 @@ class PlacedExperts:
             placement = choose_classes(self.spec.layers, placement, {name: self._offer(name) for name in members})
         if placement != self.placement or self.settings.preset == FAST:
             check_classes(self.spec.layers, placement, self.topology, self.settings.numerics)
+            check_fallback(self.spec.layers, placement, self.topology, self.settings)
             self.placement, self.held = placement, shards_by_holder(self.spec, placement)
 
     def _say_preset(self) -> None:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from dflash_moe.config.remedies import brings_workers_back
 from dflash_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -82,7 +83,11 @@ def restart_policy(settings: Settings, *, retries_unfit: bool = False) -> Restar
     """Returns the policy that the settings state."""
     first, longest = settings.restart_backoff_ms
     return RestartPolicy(
-        (first / 1000, longest / 1000), settings.restart_deaths, settings.restart_window_s, settings.restart, retries_unfit
+        (first / 1000, longest / 1000),
+        settings.restart_deaths,
+        settings.restart_window_s,
+        brings_workers_back(settings),
+        retries_unfit,
     )
 
 

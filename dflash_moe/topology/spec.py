@@ -25,8 +25,8 @@ class HostSpec:
 
     `device` auto means cpu, and sim:N comes with `simulate`. `activations` None means those of the
     workers where they agree, else the default. `operators` None means that the topology does not
-    say who computes the host's part of the model, and `fallback` None that it does not say whether the
-    host computes a lost worker's experts. `line` is where it stands in the file.
+    say who computes the host's part of the model, and `fallback` None that it does not say
+    whether the host computes a lost worker's experts. `line` is where it stands in the file.
     """
 
     device: str = "auto"

@@ -209,6 +209,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "call self._sock.recvmsg": "bounded: called with MSG_DONTWAIT among its flags",
         "call socket.send_fds": "bounded: few bytes on a Unix socket whose buffer has room, whether or not the peer reads",
     },
+    "dflash_moe/runtime/client_calls.py": {
+        "lock self._lock": "bounded: held over calls of the client that take its turn for microseconds, and wait for nothing",
+    },
     "dflash_moe/runtime/contents.py": {"lock self._lock": "straight: looks up and keeps one value, and nothing is called"},
     "dflash_moe/runtime/dialing.py": {
         "call sock.connect": "bounded: the socket has a timeout of CONNECT_S, set a line before",
@@ -224,6 +227,12 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/runtime/handover_socket.py": {
         "call self._listener.accept": "bounded: the listening socket is non-blocking",
+    },
+    "dflash_moe/runtime/holder_lists.py": {
+        "lock self._lock": "bounded: held over one call of the client, which takes its turn for microseconds and waits for nothing",
+    },
+    "dflash_moe/runtime/host_fallback.py": {
+        "lock self._lock": "bounded: held over fields of stand-ins and a thread that is made and not started; nothing in it waits",
     },
     "dflash_moe/runtime/launcher.py": {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",

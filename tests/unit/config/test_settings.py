@@ -208,7 +208,7 @@ def test_what_becomes_of_a_lost_workers_experts_is_said_in_the_order_of_the_reme
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("overrides", "why"),
     [
         ({"required": True}, "ipc.required is 1"),
         ({"host_fallback": "none"}, "host.fallback is none"),
@@ -216,18 +216,21 @@ def test_what_becomes_of_a_lost_workers_experts_is_said_in_the_order_of_the_reme
         ({"required": True, "host_fallback": "mapped"}, "ipc.required is 1"),
     ],
 )
-def test_what_forbids_the_host_to_compute_is_named(given, why):
-    text = on_worker_loss(resolve_settings(environ={}, **given))
+def test_what_forbids_the_host_to_compute_is_named(overrides, why):
+    text = on_worker_loss(resolve_settings(environ={}, **overrides))
     assert f"the host does not compute them: {why}" in text
     assert "processor" not in text
 
 
-def test_workers_come_back_only_where_both_settings_say_so():
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [({"restart": False}, "failure.restart is off"), ({"failure_order": ["host"]}, "failure.order has no reconnect")],
+)
+def test_workers_come_back_only_where_both_settings_say_so(overrides, why):
     assert brings_workers_back(Settings())
-    for given, why in (({"restart": False}, "failure.restart is off"), ({"failure_order": ["host"]}, "failure.order has no reconnect")):
-        settings = resolve_settings(environ={}, **given)
-        assert not brings_workers_back(settings)
-        assert f"until it is released ({why})" in on_worker_loss(settings)
+    resolved = resolve_settings(environ={}, **overrides)
+    assert not brings_workers_back(resolved)
+    assert f"until it is released ({why})" in on_worker_loss(resolved)
 
 
 def test_the_host_waits_for_no_worker_where_the_order_names_it_first():

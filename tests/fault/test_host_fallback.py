@@ -1,0 +1,309 @@
+"""All workers of a shard are lost, and the host's own processor computes their experts: no call
+fails, no bit changes, and what happened is counted.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Topology
+from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
+from tests.fault.conftest import StartWorker, children_of, freeze, wait_until
+
+# A busy machine does in much less what is waited for here.
+BACK_S = 90.0
+# Limits that nothing here waits for: what goes on before them went on for another reason.
+FAR = {"stall_timeout_s": BACK_S, "call_timeout_s": 2 * BACK_S, "park_s": BACK_S}
+BATCH = make_batch(40)
+
+
+def start(spec: ModelSpec, *, address: str | None = None, replicas: int = 1, **overrides: Any) -> ExpertRuntime:
+    made = Topology.local(num_workers=2, address=address)
+    made = dataclasses.replace(made, placement=dataclasses.replace(made.placement, replicas=replicas))
+    settings = {"host_fallback": "mapped", "restart_backoff_ms": (10, 50), "restart_deaths": 1000, **FAR, **overrides}
+    return ExpertRuntime.start(made, model=spec, **settings)
+
+
+def reach(spec: ModelSpec, address: str, **overrides: Any) -> ExpertRuntime:
+    topology = Topology.parse(f"version: 1\nworkers: [{{name: far, threads: 1, address: '{address}'}}]\n")
+    return ExpertRuntime.start(topology, model=spec, **{"host_fallback": "mapped", **FAR, **overrides})
+
+
+def pid_of(runtime: ExpertRuntime, worker: str) -> int:
+    return next(process.pid for process in runtime.worker_processes() if process.name == worker)
+
+
+def state_of(runtime: ExpertRuntime, worker: str) -> str:
+    return next(found.state for found in runtime.workers() if found.name == worker)
+
+
+def call(runtime: ExpertRuntime, layer: int = 0) -> Any:
+    return runtime.experts(layer, *dataclasses.astuple(BATCH))
+
+
+def expected_of(runtime: ExpertRuntime) -> Any:
+    return Expected(Path(runtime.spec.path), runtime.placement, runtime.spec).experts(0, BATCH)
+
+
+def computed_here(runtime: ExpertRuntime) -> int:
+    return int(runtime.stats()["fallback"]["calls"])
+
+
+@contextlib.contextmanager
+def load_of(runtime: ExpertRuntime) -> Iterator[list[Any]]:
+    """Two threads that call without a pause; collects what comes of it."""
+    found: list[Any] = []
+    is_over = threading.Event()
+
+    def drive() -> None:
+        while not is_over.is_set():
+            try:
+                found.append(call(runtime))
+            except DflashError as error:
+                found.append(error)
+                is_over.wait(0.005)
+
+    threads = [threading.Thread(target=drive) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def check_all_right(found: list[Any], expected: Any) -> None:
+    assert found
+    assert not [one for one in found if isinstance(one, Exception)]
+    assert all(np.array_equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize("address", [None, "unix", "tcp"])
+def test_with_every_worker_gone_for_good_the_host_computes_equal_bits(spec: ModelSpec, address: str | None) -> None:
+    with start(spec, address=address, restart=False) as runtime:
+        expected = expected_of(runtime)
+        assert np.array_equal(call(runtime), expected)
+        assert computed_here(runtime) == 0
+        with load_of(runtime) as found:
+            for worker in ("w0", "w1"):
+                os.kill(pid_of(runtime, worker), signal.SIGKILL)
+            assert wait_until(lambda: all(state_of(runtime, name) == "quarantined" for name in ("w0", "w1")), BACK_S)
+            before = computed_here(runtime)
+            assert wait_until(lambda: computed_here(runtime) > before + 10, BACK_S)
+        check_all_right(found, expected)
+        told = runtime.stats()["fallback"]
+        assert told["rows"] > 0
+        assert set(told["stand_ins"]) == {"w0", "w1"}
+        assert all(text.startswith("ready") for text in told["stand_ins"].values())
+        assert wait_until(lambda: "2 of 2 shards compared" in runtime.stats()["fallback"]["stand_ins"]["w0"], BACK_S)
+    assert not children_of(os.getpid())
+
+
+def test_workers_that_come_back_take_over_again(spec: ModelSpec) -> None:
+    with start(spec) as runtime:
+        expected = expected_of(runtime)
+        with load_of(runtime) as found:
+            for deaths in (1, 2):
+                for worker in ("w0", "w1"):
+                    os.kill(pid_of(runtime, worker), signal.SIGKILL)
+                assert wait_until(lambda: all((one.state, one.deaths) == ("ready", deaths) for one in runtime.workers()[:2]), BACK_S)
+        check_all_right(found, expected)
+        before = computed_here(runtime)
+        assert before > 0
+        for _ in range(20):
+            assert np.array_equal(call(runtime), expected)
+        assert computed_here(runtime) == before
+
+
+def test_the_first_loss_makes_the_stand_in_of_the_lost_worker_alone(spec: ModelSpec) -> None:
+    with start(spec, restart=False) as runtime:
+        expected = expected_of(runtime)
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", BACK_S)
+        assert np.array_equal(call(runtime), expected)
+        told = runtime.stats()["fallback"]["stand_ins"]
+        assert told["w0"] == "made when the worker is missed"
+        assert told["w1"].startswith("ready")
+
+
+def test_a_replica_is_asked_before_the_host(spec: ModelSpec) -> None:
+    with start(spec, replicas=2, restart=False) as runtime:
+        expected = expected_of(runtime)
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", BACK_S)
+        for _ in range(20):
+            assert np.array_equal(call(runtime), expected)
+        assert computed_here(runtime) == 0
+        assert set(runtime.stats()["fallback"]["stand_ins"].values()) == {"made when the worker is missed"}
+        os.kill(pid_of(runtime, "w0"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w0") == "quarantined", BACK_S)
+        assert np.array_equal(call(runtime), expected)
+        assert computed_here(runtime) > 0
+
+
+def test_a_frozen_worker_is_answered_for_before_it_is_given_up(spec: ModelSpec) -> None:
+    with start(spec, suspect_ms=100) as runtime:
+        expected = expected_of(runtime)
+        assert np.array_equal(call(runtime), expected)
+        frozen = pid_of(runtime, "w1")
+        freeze(frozen)
+        try:
+            assert np.array_equal(call(runtime), expected)
+            assert state_of(runtime, "w1") == "ready"
+            assert runtime.stats()["workers"]["host:w1"]["hedges_won"] >= 1
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+
+
+def test_a_released_worker_takes_over_from_the_host(spec: ModelSpec) -> None:
+    with start(spec, restart_deaths=1) as runtime:
+        expected = expected_of(runtime)
+        os.kill(pid_of(runtime, "w0"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w0") == "quarantined", BACK_S)
+        before = computed_here(runtime)
+        for _ in range(5):
+            assert np.array_equal(call(runtime), expected)
+        assert computed_here(runtime) > before
+        runtime.release("w0")
+        assert wait_until(lambda: state_of(runtime, "w0") == "ready", BACK_S)
+        before = computed_here(runtime)
+        assert np.array_equal(call(runtime), expected)
+        assert computed_here(runtime) == before
+
+
+def test_a_change_of_mode_fits_the_stand_in_too(spec: ModelSpec) -> None:
+    with start(spec, restart=False, batch_capacity=64) as runtime:
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", BACK_S)
+        call(runtime)
+        large = make_batch(600)
+        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, large)
+        for mode in ("stream", "batched"):
+            runtime.set_mode(mode, batch_capacity=4096)
+            assert np.array_equal(runtime.experts(0, *dataclasses.astuple(large)), expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ({"host_fallback": "none"}, "host.fallback is none"),
+        ({"required": True}, "ipc.required is 1"),
+        ({"failure_order": ["replica", "reconnect"]}, "failure.order has no host"),
+    ],
+)
+def test_where_the_host_must_not_compute_calls_end_typed(spec: ModelSpec, overrides: dict[str, Any], why: str) -> None:
+    with start(spec, restart=False, **overrides) as runtime:
+        call(runtime)
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", BACK_S)
+        with pytest.raises(WorkerLost, match="w1"):
+            call(runtime)
+        assert runtime.stats()["fallback"]["off"] == why
+        assert computed_here(runtime) == 0
+
+
+def test_a_remedy_that_the_order_leaves_out_is_not_taken(spec: ModelSpec) -> None:
+    with start(spec, failure_order=["host"]) as runtime:
+        expected = expected_of(runtime)
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", BACK_S)
+        assert np.array_equal(call(runtime), expected)
+    with pytest.raises(ConfigError, match=r"placement\.replicas is 2 and failure\.order has no replica"):
+        start(spec, replicas=2, failure_order=["reconnect", "host"])
+
+
+def test_weights_that_a_worker_makes_at_load_are_refused_before_anything_starts(spec: ModelSpec) -> None:
+    topology = Topology.parse("version: 1\nhost: {fallback: mapped}\nworkers: [{name: w0, threads: 1, weights: int8}]\n", "t.yaml")
+    with pytest.raises(UnsupportedError) as caught:
+        ExpertRuntime.start(topology, model=spec, host_fallback="mapped")
+    assert str(caught.value).startswith(
+        "t.yaml:2: host.fallback: mapped cannot compute layer 0 (layers.0.experts), shard 0: worker w0 has weights: int8"
+    )
+    assert not children_of(os.getpid())
+
+
+def test_without_a_word_about_it_the_host_stands_in_where_it_can(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DFLASH_MOE_HOST_FALLBACK")
+    topology = Topology.parse("version: 1\nworkers: [{name: w0, threads: 1, weights: int8}, {name: w1, threads: 1, weights: int8}]\n")
+    with ExpertRuntime.start(topology, model=spec, restart=False, **FAR) as runtime:
+        told = runtime.stats()["fallback"]
+        assert told["off"] == ""
+        assert told["stand_ins"] == {}
+        assert sum(told["shards_without"].values()) == 4
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", BACK_S)
+        with pytest.raises(WorkerLost, match="w1"):
+            call(runtime)
+
+
+def flip_a_weight(model: Path) -> None:
+    file = model / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-64, os.SEEK_END)
+        byte = opened.read(1)
+        opened.seek(-64, os.SEEK_END)
+        opened.write(bytes([byte[0] ^ 0x10]))
+
+
+def test_files_that_changed_since_the_workers_read_them_are_not_computed_with(tmp_path: Path) -> None:
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    with start(spec, restart=False) as runtime:
+        call(runtime, 1)
+        flip_a_weight(tmp_path / "ours")
+        for worker in ("w0", "w1"):
+            os.kill(pid_of(runtime, worker), signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            for _ in range(1000):
+                call(runtime, 1)
+        told = runtime.stats()["fallback"]
+        assert wait_until(lambda: "files have changed" in str(runtime.stats()["fallback"]), BACK_S), told
+        assert computed_here(runtime) == 0
+
+
+def test_another_copy_of_the_checkpoint_is_compared_before_the_host_computes(tmp_path: Path, start_worker: StartWorker) -> None:
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    shutil.copytree(spec.path, tmp_path / "theirs")
+    address = f"unix://{tmp_path}/far.sock"
+    worker = start_worker(tmp_path / "theirs", address)
+    with reach(spec, address) as runtime:
+        expected = expected_of(runtime)
+        assert np.array_equal(call(runtime), expected)
+        worker.process.kill()
+        assert np.array_equal(call(runtime), expected)
+        assert runtime.stats()["fallback"]["stand_ins"]["far"] == "ready, 2 of 2 shards compared"
+
+
+def test_a_copy_that_differs_is_never_computed_with(tmp_path: Path, start_worker: StartWorker) -> None:
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    shutil.copytree(spec.path, tmp_path / "theirs")
+    flip_a_weight(tmp_path / "theirs")  # the fingerprint, which samples, is the same
+    address = f"unix://{tmp_path}/far.sock"
+    worker = start_worker(tmp_path / "theirs", address)
+    with reach(spec, address, restart=False) as runtime:
+        call(runtime, 1)
+        worker.process.kill()
+        with pytest.raises(WorkerLost):
+            for _ in range(1000):
+                call(runtime, 1)
+        assert wait_until(lambda: "without 1 shards" in runtime.stats()["fallback"]["stand_ins"]["far"], BACK_S)
+        assert "this host's own copy has" in runtime.stats()["fallback"]["stand_ins"]["far"]
+        # The other layer's shard is equal, and the host computes it.
+        assert np.array_equal(call(runtime, 0), expected_of(runtime))
