@@ -124,7 +124,9 @@ def test_workers_that_come_back_take_over_again(spec: ModelSpec) -> None:
             for deaths in (1, 2):
                 for worker in ("w0", "w1"):
                     os.kill(pid_of(runtime, worker), signal.SIGKILL)
-                assert wait_until(lambda: all((one.state, one.deaths) == ("ready", deaths) for one in runtime.workers()[:2]), BACK_S)
+                assert wait_until(
+                    lambda: all((one.state, one.deaths) == ("ready", deaths) for one in runtime.workers()[:2]), BACK_S
+                )
         check_all_right(found, expected)
         before = computed_here(runtime)
         assert before > 0
@@ -231,7 +233,9 @@ def test_a_remedy_that_the_order_leaves_out_is_not_taken(spec: ModelSpec) -> Non
 
 
 def test_weights_that_a_worker_makes_at_load_are_refused_before_anything_starts(spec: ModelSpec) -> None:
-    topology = Topology.parse("version: 1\nhost: {fallback: mapped}\nworkers: [{name: w0, threads: 1, weights: int8}]\n", "t.yaml")
+    topology = Topology.parse(
+        "version: 1\nhost: {fallback: mapped}\nworkers: [{name: w0, threads: 1, weights: int8}]\n", "t.yaml"
+    )
     with pytest.raises(UnsupportedError) as caught:
         ExpertRuntime.start(topology, model=spec, host_fallback="mapped")
     assert str(caught.value).startswith(
@@ -242,7 +246,9 @@ def test_weights_that_a_worker_makes_at_load_are_refused_before_anything_starts(
 
 def test_without_a_word_about_it_the_host_stands_in_where_it_can(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DFLASH_MOE_HOST_FALLBACK")
-    topology = Topology.parse("version: 1\nworkers: [{name: w0, threads: 1, weights: int8}, {name: w1, threads: 1, weights: int8}]\n")
+    topology = Topology.parse(
+        "version: 1\nworkers: [{name: w0, threads: 1, weights: int8}, {name: w1, threads: 1, weights: int8}]\n"
+    )
     with ExpertRuntime.start(topology, model=spec, restart=False, **FAR) as runtime:
         told = runtime.stats()["fallback"]
         assert told["off"] == ""
