@@ -204,6 +204,27 @@ def make_emulated(
 # delay, truncate, corrupt or drop, and `point` is publish or poll.
 def make_faulty(channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1) -> Channel: ...
 
+# Consumes `channel` and returns one in whose replies every `one_in`-th row has a flipped bit in the
+# lowest mantissa byte of one value, with checksums that fit, for tests.
+def make_drifting(channel: Channel, *, one_in: int, seed: int = 1) -> Channel: ...
+
+class Tap:
+    """Copies of exchanges that cross a channel (csrc/transport/tapped.h). Any thread may call.
+    DflashError where the system has no descriptor left.
+    """
+
+    def __init__(self) -> None: ...
+    # The next `num_exchanges` after `num_skipped` are copied, as long as their requests have
+    # `max_bytes` at most. What was copied before is forgotten.
+    def arm(self, num_skipped: int, num_exchanges: int, max_bytes: int) -> None: ...
+    # Readable while there are copies to take; the tap's own.
+    def fileno(self) -> int: ...
+    # Pairs of request and reply, whole frames, oldest first.
+    def take(self) -> list[tuple[bytes, bytes]]: ...
+
+# Consumes `channel` and returns one whose exchanges the tap copies. Channels may share a tap.
+def make_tapped(channel: Channel, tap: Tap) -> Channel: ...
+
 # -- weights ---------------------------------------------------------------------------------------
 class MappedFile:
     """A file mapped for reading until the object dies."""
@@ -389,6 +410,34 @@ class ResidentShard:
         up_bias: VectorSource | None = None,
         down_bias: VectorSource | None = None,
     ) -> None: ...
+    # Loads an expert again that a scrub has found changed. ConfigError where it is not,
+    # CheckpointError where the source is not what it was.
+    def reload_expert(
+        self,
+        local_expert_id: int,
+        *,
+        gate: MatrixSource | None,
+        up: MatrixSource,
+        down: MatrixSource,
+        gate_bias: VectorSource | None = None,
+        up_bias: VectorSource | None = None,
+        down_bias: VectorSource | None = None,
+    ) -> None: ...
+    # Computes rows [len(row_counts), in_size] on the caller's thread, beside whatever serves the
+    # shard, and returns those of the reply. Pairs are listed row by row, ids ascend within a row.
+    # ConfigError for arguments that do not fit; errors of a worker that computes.
+    def compute_rows(
+        self,
+        rows: bytes,
+        row_dtype: str,
+        *,
+        row_counts: Sequence[int],
+        local_expert_ids: Sequence[int],
+        weights: Sequence[float],
+        reply_dtype: str,
+    ) -> bytes: ...
+    # For tests: changes a bit of the packed bytes; False where the expert has none there.
+    def flip_bit(self, local_expert_id: int, byte: int, bit: int) -> bool: ...
     # Returns the content checksum, or None as long as the shard is unchecked, and how many experts
     # have been read whole. CheckpointError is for files that cannot be read.
     def content(self) -> tuple[int | None, int]: ...
@@ -412,6 +461,18 @@ class ContentReader:
     def read(self, num_bytes: int) -> bool: ...
     # The checksum of the expert, once all is read.
     def value(self) -> int: ...
+
+class Scrubber:
+    """Sums up the weights of a store again and again (csrc/store/scrubber.h)."""
+
+    # A pass over all of them takes `period_s` seconds. ConfigError where that is not above 0.
+    def __init__(self, store: ShardStore, *, period_s: float) -> None: ...
+    # Blocks without the GIL until an expert is found changed, and returns (weights_fingerprint,
+    # local expert), or None once it was stopped. One thread at a time.
+    def next_damage(self) -> tuple[int, int] | None: ...
+    def stop(self) -> None: ...
+    # scrubbed_bytes, scrub_damages.
+    def stats(self) -> dict[str, int]: ...
 
 # The checksum of a shard, from the values of its experts in ascending order of their ids.
 def shard_checksum(experts: Sequence[int]) -> int: ...

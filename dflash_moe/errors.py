@@ -155,6 +155,14 @@ class WorkerLost(WorkerError):  # noqa: N818 - the name is public
     default_code = "worker_lost"
 
 
+class WorkerUnfit(WorkerError):  # noqa: N818 - the name is public
+    """A worker computes other numbers than it must, so that none of its answers is used. The
+    message names worker, layer and shard, and where which values differ.
+    """
+
+    default_code = "worker_unfit"
+
+
 class WorkerTimeout(WorkerError):  # noqa: N818 - the name is public
     """A call, start or handshake passed its deadline; names worker, layer and the limit."""
 

@@ -233,6 +233,11 @@ def _rolling_restarts(place: Place) -> list[Command]:
     return [_campaign("rolling_restarts", *_quick(place, [], less), "--json", place.json("rolling_restarts"))]
 
 
+def _audit(place: Place) -> list[Command]:
+    less: Command = ["--runs", 1, "--healthy-rows", 200, "--starts", 1]
+    return [_campaign("audit", *_quick(place, [], less), "--json", place.json("audit"))]
+
+
 def _lacks_kill_program() -> str:
     is_built = (ROOT / "build" / "tests" / "worker_kills").is_file()
     return "" if is_built else "the program that kills workers (cmake --build build/tests --target worker_kills)"
@@ -416,6 +421,7 @@ STEPS: tuple[Step, ...] = (
     Step("class-errors", ("class_errors",), 1, _class_errors),
     Step("worker-kills", ("worker_kills",), 2, _worker_kills, lacking=_lacks_kill_program),
     Step("rolling-restarts", ("rolling_restarts",), 4, _rolling_restarts),
+    Step("audit", ("audit",), 2, _audit),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),

@@ -4,15 +4,22 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
+#include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
+#include "base/checksum.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "bindings/secure_box.h"
 #include "transport/faulty/faulty.h"
 #include "transport/kinds.h"
 #include "transport/loopback/loopback.h"
+#include "transport/tapped.h"
+#include "wire/frame.h"
+#include "wire/payload_layout.h"
 
 namespace py = pybind11;
 
@@ -191,6 +198,66 @@ void bind_handshake(py::module_& module) {
              py::arg("descriptors"), py::arg("secured") = nullptr);
 }
 
+// Flips one bit of the lowest mantissa byte of a value in every `one_in`-th row of all replies, and
+// makes their checksums fit: what a worker sends whose arithmetic goes wrong now and then.
+class Drift {
+ public:
+  Drift(uint64_t one_in, uint64_t seed) : one_in_(one_in), random_(seed) {
+    num_rows_ = random_() % one_in_;
+  }
+  void operator()(std::span<std::byte> message) {
+    if (message.size() < wire::kFrameHeaderBytes) return;
+    auto decoded = wire::decode_frame_header(message.first<wire::kFrameHeaderBytes>());
+    if (!decoded.ok() || decoded.value().kind != wire::FrameKind::kReply) return;
+    wire::FrameHeader header = decoded.value();
+    const auto payload = message.subspan(wire::kFrameHeaderBytes);
+    const size_t value_bytes = dtype_bytes(header.reply_dtype);
+    const size_t row_bytes = (payload.size() - wire::kReplyTimingBytes) / header.num_rows;
+    for (uint32_t row = 0; row < header.num_rows; ++row) {
+      if (++num_rows_ % one_in_ != 0) continue;
+      const size_t value = random_() % (row_bytes / value_bytes);
+      const auto bit = static_cast<std::byte>(1u << (random_() % 7));
+      payload[wire::kReplyTimingBytes + row * row_bytes + value * value_bytes] ^= bit;
+    }
+    header.payload_checksum = checksum(payload);
+    wire::encode_frame_header(header, message.first<wire::kFrameHeaderBytes>());
+  }
+
+ private:
+  const uint64_t one_in_;
+  std::mt19937_64 random_;
+  uint64_t num_rows_ = 0;
+};
+
+using TapHolder = std::shared_ptr<transport::Tap>;
+
+void bind_tap(py::module_& module) {
+  py::class_<transport::Tap, TapHolder>(module, "Tap")
+      .def(py::init([] { return unwrap(transport::Tap::create()); }))
+      .def("arm", &transport::Tap::arm, py::arg("num_skipped"), py::arg("num_exchanges"),
+           py::arg("max_bytes"))
+      .def("fileno", &transport::Tap::fd)
+      .def("take", [](transport::Tap& self) {
+        py::list taken;
+        for (const transport::TappedExchange& exchange : self.take())
+          taken.append(py::make_tuple(to_bytes(exchange.request), to_bytes(exchange.reply)));
+        return taken;
+      });
+  module.def(
+      "make_tapped",
+      [](ChannelBox& box, const TapHolder& tap) {
+        return boxed(transport::make_tapped(box.take(), tap));
+      },
+      py::arg("channel"), py::arg("tap"));
+  module.def(
+      "make_drifting",
+      [](ChannelBox& box, uint64_t one_in, uint64_t seed) {
+        if (one_in == 0) raise(Error{ErrorCode::kInvalidArgument, "one_in is 0"});
+        return boxed(transport::make_rewritten(box.take(), Drift(one_in, seed)));
+      },
+      py::arg("channel"), py::kw_only(), py::arg("one_in"), py::arg("seed") = 1);
+}
+
 void bind_channels(py::module_& module) {
   py::class_<ChannelBox>(module, "Channel")
       .def_property_readonly("kind", [](const ChannelBox& box) {
@@ -227,6 +294,7 @@ void bind_channels(py::module_& module) {
 void bind_transport(py::module_& module) {
   bind_terms(module);
   bind_channels(module);
+  bind_tap(module);
   bind_handshake(module);
 }
 

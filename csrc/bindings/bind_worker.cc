@@ -17,6 +17,7 @@
 #include "bindings/weight_sources.h"
 #include "compute/cpu/cpu_backend.h"
 #include "store/mapped_file.h"
+#include "store/scrubber.h"
 #include "store/shard_store.h"
 #include "transport/loopback/served.h"
 #include "worker/expert_worker.h"
@@ -79,6 +80,88 @@ void load_expert(const LoanBox& self, uint32_t local_expert_id, const py::object
   if (box.is_mapped || shard->keeps_sources(local_expert_id))
     keep_files(self.store, {gate, up, down, gate_bias, up_bias, down_bias});
   unwrap(std::move(status));
+}
+
+void reload_expert(const LoanBox& self, uint32_t local_expert_id, const py::object& gate,
+                   const py::object& up, const py::object& down, const py::object& gate_bias,
+                   const py::object& up_bias, const py::object& down_bias) {
+  const compute::ExpertWeights weights = weights_of(gate, up, down, gate_bias, up_bias, down_bias);
+  const auto& box = py::cast<const StoreBox&>(self.store);
+  const std::shared_ptr<ResidentShard> shard = self.get();
+  if (box.is_mapped) keep_files(self.store, {gate, up, down, gate_bias, up_bias, down_bias});
+  Status status = ok();
+  {
+    py::gil_scoped_release unlocked;
+    status = box.store->reload_expert(*shard, local_expert_id, weights);
+  }
+  unwrap(std::move(status));
+}
+
+// Computes rows beside whatever serves the shard, and returns the reply's rows.
+py::bytes compute_rows(const LoanBox& self, const std::string& rows, const std::string& row_dtype,
+                       const std::vector<uint16_t>& row_counts,
+                       const std::vector<uint16_t>& local_expert_ids,
+                       const std::vector<float>& weights, const std::string& reply_dtype) {
+  const std::shared_ptr<ResidentShard> shard = self.get();
+  const store::ShardFacts& facts = shard->facts();
+  const auto refuse = [](const std::string& what) {
+    raise(Error{ErrorCode::kInvalidArgument, "compute_rows: " + what});
+  };
+  compute::ForwardArgs args;
+  args.row_dtype = parse_dtype(row_dtype);
+  args.reply_dtype = parse_dtype(reply_dtype);
+  args.num_rows = static_cast<uint32_t>(row_counts.size());
+  uint64_t num_pairs = 0;
+  for (const uint16_t count : row_counts) num_pairs += count;
+  if (num_pairs != local_expert_ids.size() || num_pairs != weights.size())
+    refuse("row_counts, local_expert_ids and weights name unlike numbers of pairs");
+  for (const uint16_t id : local_expert_ids) {
+    if (id >= facts.num_local_experts)
+      refuse("local expert " + std::to_string(id) + " of " +
+             std::to_string(facts.num_local_experts));
+  }
+  if (rows.size() != uint64_t{args.num_rows} * facts.spec.in_size * dtype_bytes(args.row_dtype))
+    refuse("rows have " + std::to_string(rows.size()) + " bytes");
+  std::vector<std::byte> reply(uint64_t{args.num_rows} * facts.spec.out_size *
+                               dtype_bytes(args.reply_dtype));
+  args.rows = reinterpret_cast<const std::byte*>(rows.data());
+  args.row_counts = row_counts;
+  args.local_expert_ids = local_expert_ids;
+  args.weights = weights;
+  args.reply = reply.data();
+  Status status = ok();
+  {
+    py::gil_scoped_release unlocked;
+    compute::YieldingProgress progress;
+    status = shard->forward(args, progress);
+  }
+  unwrap(std::move(status));
+  return {reinterpret_cast<const char*>(reply.data()), reply.size()};
+}
+
+// A scrubber with the files from which mapped shards compute.
+struct ScrubberBox {
+  py::object store;
+  std::unique_ptr<store::Scrubber> scrubber;
+};
+
+std::unique_ptr<ScrubberBox> make_scrubber(const py::object& store, double period_s) {
+  const auto& box = py::cast<const StoreBox&>(store);
+  if (!(period_s > 0.0 && period_s <= 1e9))
+    raise(Error{ErrorCode::kInvalidArgument, "period_s is not above 0"});
+  return std::make_unique<ScrubberBox>(
+      ScrubberBox{store, std::make_unique<store::Scrubber>(box.store, period_s)});
+}
+
+// Makes (weights fingerprint, local expert), or None once the scrubber was stopped.
+py::object next_damage(ScrubberBox& self) {
+  std::optional<store::Damage> damage;
+  {
+    py::gil_scoped_release unlocked;
+    damage = self.scrubber->run();
+  }
+  if (!damage) return py::none();
+  return py::make_tuple(damage->weights_fingerprint, damage->local_expert_id);
 }
 
 // Makes (checksum or None, number of experts read).
@@ -218,6 +301,18 @@ void bind_shards(py::module_& module) {
       .def("load_expert", &load_expert, py::arg("local_expert_id"), py::kw_only(), py::arg("gate"),
            py::arg("up"), py::arg("down"), py::arg("gate_bias") = py::none(),
            py::arg("up_bias") = py::none(), py::arg("down_bias") = py::none())
+      .def("reload_expert", &reload_expert, py::arg("local_expert_id"), py::kw_only(),
+           py::arg("gate"), py::arg("up"), py::arg("down"), py::arg("gate_bias") = py::none(),
+           py::arg("up_bias") = py::none(), py::arg("down_bias") = py::none())
+      .def("compute_rows", &compute_rows, py::arg("rows"), py::arg("row_dtype"), py::kw_only(),
+           py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),
+           py::arg("reply_dtype"))
+      .def(
+          "flip_bit",
+          [](const LoanBox& self, uint32_t local_expert_id, size_t byte, uint32_t bit) {
+            return self.get()->flip_bit(local_expert_id, byte, bit);
+          },
+          py::arg("local_expert_id"), py::arg("byte"), py::arg("bit"))
       .def("content", [](const LoanBox& self) { return content_tuple(*self.get()); })
       .def("give_back", [](LoanBox& self) { self.shard.reset(); });
   py::class_<ReaderBox>(module, "ContentReader")
@@ -245,6 +340,17 @@ void bind_shards(py::module_& module) {
           },
           py::arg("num_bytes"))
       .def("value", [](const ReaderBox& self) { return self.reader.value(); });
+  py::class_<ScrubberBox>(module, "Scrubber")
+      .def(py::init(&make_scrubber), py::arg("store"), py::kw_only(), py::arg("period_s"))
+      .def("next_damage", &next_damage)
+      .def("stop", [](ScrubberBox& self) { self.scrubber->stop(); })
+      .def("stats", [](const ScrubberBox& self) {
+        const store::ScrubStats stats = self.scrubber->stats();
+        py::dict fields;
+        fields["scrubbed_bytes"] = stats.scrubbed_bytes;
+        fields["scrub_damages"] = stats.damages;
+        return fields;
+      });
   module.def(
       "shard_checksum",
       [](const std::vector<uint64_t>& experts) { return compute::shard_checksum(experts); },

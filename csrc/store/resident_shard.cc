@@ -2,9 +2,63 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/resident_shard.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
+#include "base/checksum.h"
+#include "base/clock.h"
+
 namespace dflash::store {
+namespace {
+
+// What is summed up between two looks at whether to stop: a tenth of a millisecond.
+constexpr size_t kScrubStepBytes = size_t{1} << 20;
+// The time between two looks at whether a damaged expert was loaded again.
+constexpr int64_t kReloadNapNs = 1'000'000;
+
+using Pieces = std::array<std::span<const std::byte>, 3>;
+
+uint64_t total_bytes(const Pieces& pieces) {
+  uint64_t bytes = 0;
+  for (const auto& piece : pieces) bytes += piece.size();
+  return bytes;
+}
+
+// Returns nothing where `stop` was set meanwhile.
+std::optional<uint32_t> sum_of(const Pieces& pieces, const std::atomic<bool>* stop) {
+  Checksum sum;
+  for (const auto& piece : pieces) {
+    for (size_t at = 0; at < piece.size(); at += kScrubStepBytes) {
+      if (stop != nullptr && stop->load(std::memory_order_relaxed)) return std::nullopt;
+      sum.update(piece.subspan(at, std::min(kScrubStepBytes, piece.size() - at)));
+    }
+  }
+  return sum.finish();
+}
+
+// Reads an expert's source bytes whole; nothing where `stop` was set meanwhile.
+Result<std::optional<uint64_t>> read_content(const compute::ExpertWeights& weights,
+                                             const std::atomic<bool>* stop) {
+  compute::ContentReader reader(weights);
+  for (;;) {
+    if (stop != nullptr && stop->load(std::memory_order_relaxed)) return std::optional<uint64_t>();
+    auto step = reader.read(kScrubStepBytes);
+    if (!step.ok()) return std::move(step).error();
+    if (step.value()) return std::optional<uint64_t>(reader.value());
+  }
+}
+
+uint64_t source_bytes(const compute::ExpertWeights& weights) {
+  uint64_t bytes = 0;
+  for (const compute::MatrixView* matrix : {&weights.gate, &weights.up, &weights.down})
+    bytes += matrix->data == nullptr
+                 ? 0
+                 : compute::row_bytes(matrix->format, matrix->inputs) * matrix->outputs;
+  return bytes;
+}
+
+}  // namespace
 
 ResidentShard::ResidentShard(const ShardFacts& facts,
                              std::shared_ptr<compute::ExpertBackend> backend,
@@ -38,6 +92,8 @@ Status ResidentShard::load_expert(uint32_t local_expert_id, const compute::Exper
   } else {
     expert.weights = weights;
   }
+  const Pieces pieces = experts_->resident_pieces(local_expert_id);
+  if (total_bytes(pieces) != 0) expert.packed_sum = *sum_of(pieces, nullptr);
   expert.source.store(checksum ? Source::kRead : Source::kUnread, std::memory_order_release);
   if (is_new) num_loaded_.fetch_add(1, std::memory_order_release);
   return ok();
@@ -61,6 +117,101 @@ ContentState ResidentShard::content() const {
   const std::lock_guard lock(failure_mutex_);
   state.failure = failure_;
   return state;
+}
+
+Error ResidentShard::damage_error() const {
+  uint32_t id = 0;
+  while (id + 1 < sources_.size() && !is_damaged(id)) ++id;
+  return Error{ErrorCode::kWorkerFailed,
+               "the weights of local expert " + std::to_string(id) +
+                   " have changed in memory and were not loaded again within " +
+                   std::to_string(kReloadNs / 1'000'000) + " ms; nothing is computed from them"};
+}
+
+// The count goes on while this waits, because nothing here is stuck.
+Status ResidentShard::await_whole(compute::YieldingProgress& progress) const {
+  const Deadline until = Deadline::after_ns(kReloadNs);
+  while (num_damaged_.load(std::memory_order_acquire) != 0) {
+    if (until.has_passed()) return damage_error();
+    nap_ns(kReloadNapNs);
+    progress.count_and_yield();
+  }
+  return ok();
+}
+
+// A change that is found while a batch is computed counts for that batch: it is computed again.
+Status ResidentShard::forward(const compute::ForwardArgs& args,
+                              compute::YieldingProgress& progress) {
+  constexpr int kTries = 3;  // bounds the time of a call on memory that changes all the while
+  for (int tries = 0; tries < kTries; ++tries) {
+    DFLASH_TRY(await_whole(progress));
+    const std::lock_guard lock(compute_mutex_);
+    if (num_damaged_.load(std::memory_order_acquire) != 0) continue;
+    DFLASH_TRY(experts_->forward(args, progress));
+    if (num_damaged_.load(std::memory_order_acquire) == 0) return ok();
+  }
+  return damage_error();
+}
+
+Result<uint64_t> ResidentShard::scrub_expert(uint32_t local_expert_id,
+                                             const std::atomic<bool>& stop) {
+  Expert& expert = sources_[local_expert_id];
+  if (expert.source.load(std::memory_order_acquire) != Source::kRead || is_damaged(local_expert_id))
+    return uint64_t{0};
+  bool is_whole = true;
+  const Pieces pieces = experts_->resident_pieces(local_expert_id);
+  uint64_t num_bytes = total_bytes(pieces);
+  if (num_bytes != 0) {
+    const std::optional<uint32_t> sum = sum_of(pieces, &stop);
+    if (!sum) return uint64_t{0};
+    is_whole = *sum == expert.packed_sum;
+  } else if (expert.weights.up.data != nullptr) {
+    auto read = read_content(expert.weights, &stop);
+    if (!read.ok()) return std::move(read).error();
+    if (!read.value()) return uint64_t{0};
+    is_whole = *read.value() == expert.checksum;
+    num_bytes = source_bytes(expert.weights);
+  }
+  if (!is_whole && !expert.is_damaged.exchange(true, std::memory_order_acq_rel))
+    num_damaged_.fetch_add(1, std::memory_order_release);
+  return num_bytes;
+}
+
+Status ResidentShard::reload_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
+                                    compute::YieldingProgress& progress) {
+  if (local_expert_id >= sources_.size() || !is_damaged(local_expert_id)) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "local expert " + std::to_string(local_expert_id) + " is not damaged"};
+  }
+  const std::lock_guard lock(compute_mutex_);
+  DFLASH_TRY(experts_->load_expert(local_expert_id, weights, progress));
+  Expert& expert = sources_[local_expert_id];
+  std::optional<uint64_t> content = experts_->content_checksum(local_expert_id);
+  if (!content) {
+    auto read = read_content(weights, nullptr);
+    if (!read.ok()) return std::move(read).error();
+    content = read.value();
+    expert.weights = weights;
+  }
+  const Pieces pieces = experts_->resident_pieces(local_expert_id);
+  const bool is_same = total_bytes(pieces) == 0 || *sum_of(pieces, nullptr) == expert.packed_sum;
+  if (*content != expert.checksum || !is_same) {
+    return Error{ErrorCode::kCheckpoint,
+                 "local expert " + std::to_string(local_expert_id) +
+                     " was loaded again, and its bytes are not those of the first loading"};
+  }
+  if (expert.is_damaged.exchange(false, std::memory_order_acq_rel))
+    num_damaged_.fetch_sub(1, std::memory_order_release);
+  return ok();
+}
+
+bool ResidentShard::flip_bit(uint32_t local_expert_id, size_t byte, uint32_t bit) {
+  if (local_expert_id >= sources_.size()) return false;
+  const std::lock_guard lock(compute_mutex_);
+  const std::span<const std::byte> panels = experts_->resident_pieces(local_expert_id)[0];
+  if (byte >= panels.size()) return false;
+  const_cast<std::byte&>(panels[byte]) ^= static_cast<std::byte>(1u << (bit % 8));
+  return true;
 }
 
 }  // namespace dflash::store

@@ -40,6 +40,10 @@ struct ContentState {
 // Shared by the store, its borrowers and, for a step at a time, the background reader.
 class ResidentShard {
  public:
+  // How long a request waits for a damaged expert to be loaded again. Loading the largest experts
+  // in use, 350 MB, takes a second from the page cache.
+  static constexpr int64_t kReloadNs = 2'000'000'000;
+
   // `backend` outlives its layers here. `predicted_bytes` is what the shard holds once it is
   // loaded.
   ResidentShard(const ShardFacts& facts, std::shared_ptr<compute::ExpertBackend> backend,
@@ -59,13 +63,31 @@ class ResidentShard {
   // Whether the weights of a loaded expert stay in the checkpoint, or are still to be read there.
   bool keeps_sources(uint32_t local_expert_id) const;
 
-  // Computes a batch; one call at a time, by whoever serves. Errors: those of ExpertLayer.
-  Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress) {
-    return experts_->forward(args, progress);
-  }
+  // Computes a batch; any thread, one at a time. While experts of the shard are damaged it waits
+  // for them to be loaded again, at most kReloadNs, so that nothing is computed from weights that
+  // are known to have changed. Errors: those of ExpertLayer, and kWorkerFailed naming the expert
+  // where it was not loaded again in time.
+  Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress);
 
   // What is known of the source bytes so far. Any thread.
   ContentState content() const;
+
+  // -- changes of weights in memory (scrubber.h) --
+  // Sums up again what the shard computes from: the packed bytes, or with mapped weights the source
+  // bytes in the page cache. Returns the bytes read, 0 where there is nothing in memory to sum up
+  // or `stop` was set meanwhile; an expert whose sum is no longer that of its loading is damaged
+  // from then on. Any thread; one at a time. Errors: those of ContentReader.
+  Result<uint64_t> scrub_expert(uint32_t local_expert_id, const std::atomic<bool>& stop);
+  bool is_damaged(uint32_t local_expert_id) const {
+    return sources_[local_expert_id].is_damaged.load(std::memory_order_acquire);
+  }
+  // Loads a damaged expert from the same source. Any thread. Errors: those of load_expert();
+  // kCheckpoint where the source is not what it was. The expert then stays damaged.
+  Status reload_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
+                       compute::YieldingProgress& progress);
+  // For tests: changes one bit of an expert's packed bytes, as bad memory would. Returns false
+  // where there are none.
+  bool flip_bit(uint32_t local_expert_id, size_t byte, uint32_t bit);
 
  private:
   friend class BackgroundReader;
@@ -78,7 +100,12 @@ class ResidentShard {
     std::atomic<Source> source{Source::kAbsent};
     uint64_t checksum = 0;           // valid once the expert has been read
     compute::ExpertWeights weights;  // where the bytes of an unread expert lie
+    uint32_t packed_sum = 0;         // of the packed bytes at load; fixed before any scrub
+    // Set by whoever scrubs, cleared by whoever loads again, each with release.
+    std::atomic<bool> is_damaged{false};
   };
+  Error damage_error() const;
+  Status await_whole(compute::YieldingProgress& progress) const;
 
   const ShardFacts facts_;
   const uint64_t predicted_bytes_;
@@ -87,6 +114,8 @@ class ResidentShard {
   std::vector<Expert> sources_;  // [num_local_experts]
   std::atomic<uint32_t> num_loaded_{0};
   std::atomic<uint32_t> num_loans_{0};  // the store counts it
+  std::atomic<uint32_t> num_damaged_{0};
+  std::mutex compute_mutex_;  // over one forward, and over loading a damaged expert again
   mutable std::mutex failure_mutex_;
   std::optional<Error> failure_;  // set by the background reader, which then leaves the shard alone
 };

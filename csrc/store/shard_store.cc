@@ -124,6 +124,24 @@ void ShardStore::erase_unborrowed() {
   }
 }
 
+uint64_t ShardStore::num_experts() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t total = 0;
+  for (const auto& [fingerprint, entry] : shards_)
+    total += entry->is_complete() ? entry->facts().num_local_experts : 0;
+  return total;
+}
+
+std::shared_ptr<ResidentShard> ShardStore::at_or_after(uint64_t weights_fingerprint) const {
+  const std::lock_guard lock(mutex_);
+  auto entry = shards_.lower_bound(weights_fingerprint);
+  for (size_t tried = 0; tried < shards_.size(); ++tried, ++entry) {
+    if (entry == shards_.end()) entry = shards_.begin();
+    if (entry->second->is_complete()) return entry->second;
+  }
+  return nullptr;
+}
+
 uint64_t ShardStore::resident_bytes() const {
   const std::lock_guard lock(mutex_);
   uint64_t total = 0;

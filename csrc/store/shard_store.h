@@ -34,6 +34,17 @@ class ShardStore {
   // Frees the shards that nobody has borrowed. Any thread.
   void drop_unborrowed();
 
+  // Loads a damaged expert again, as ResidentShard does. Any thread.
+  Status reload_expert(ResidentShard& shard, uint32_t local_expert_id,
+                       const compute::ExpertWeights& weights) {
+    return shard.reload_expert(local_expert_id, weights, progress_);
+  }
+  // The complete shard of this fingerprint, else of the next higher one, the lowest after the
+  // highest; null where there is none. Any thread.
+  std::shared_ptr<ResidentShard> at_or_after(uint64_t weights_fingerprint) const;
+  // The experts of all complete shards. Any thread.
+  uint64_t num_experts() const;
+
   // Both may be asked by any thread.
   uint64_t resident_bytes() const;
   size_t num_shards() const;

@@ -24,6 +24,7 @@ from dflash_moe.config.values import (
     choice,
     choice_or_auto,
     choice_with_off,
+    cpu_share,
     file_path,
     halves,
     inherited,
@@ -222,6 +223,15 @@ SETTINGS: tuple[Setting, ...] = (
         "own; mapped that it cannot keep for every shard is an error", "NAME",
     ),
     Setting(
+        "audit_cpu", None, None, "audit.cpu", cpu_share, "0%..100%, off", 0.002, "0.2%",
+        "Part of a core with which this host computes rows again that workers have computed, to find one that goes wrong",
+        "PERCENT",
+    ),
+    Setting(
+        "scrub_s", None, None, "audit.scrub_s", seconds_or_zero, f"seconds, 0 to {MAX_TIMEOUT_S:.0f}", 3600.0, "3600 s",
+        "Time in which a worker sums all its weights up again, to find what has changed in memory; never with 0", "SECONDS",
+    ),
+    Setting(
         "host_operators", "--host-operators", f"{PREFIX}HOST_OPERATORS", "host.operators", choice(*OPERATORS),
         ", ".join(OPERATORS), "auto", "auto",
         "Who computes the host's own part of a model: our operators where they are proven to compute the same (auto), or torch",
@@ -344,6 +354,8 @@ class Settings:
     restart_deaths: int = _default("restart_deaths")
     restart_window_s: float = _default("restart_window_s")
     host_fallback: str | None = _default("host_fallback")
+    audit_cpu: float = _default("audit_cpu")
+    scrub_s: float = _default("scrub_s")
     host_operators: str = _default("host_operators")
     host_activations: str | None = _default("host_activations")
     block_tokens: int = _default("block_tokens")

@@ -216,6 +216,17 @@ def remedies_in_order(value: object) -> tuple[str, ...]:
     return found
 
 
+def cpu_share(value: object) -> float:
+    """Returns the part of a core that a text such as "0.2%" means, 0 for off."""
+    # YAML 1.1 reads the word off as false.
+    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+        return 0.0
+    match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or float(match[1]) > 100:
+        raise ValueError
+    return round(float(match[1]) / 100, 8)
+
+
 def switch(value: object) -> bool:
     if isinstance(value, bool):
         return value

@@ -92,6 +92,10 @@ class ExpertStore:
         """The bytes of all loaded weights."""
         return self._store.resident_bytes()
 
+    def scrubber(self, period_s: float) -> _core.Scrubber:
+        """Returns what sums up the weights of this store again, all of them in `period_s`."""
+        return _core.Scrubber(self._store, period_s=period_s)
+
     def drop_unborrowed(self) -> None:
         """Frees the shards that nobody borrows any more."""
         self._store.drop_unborrowed()

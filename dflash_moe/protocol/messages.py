@@ -23,6 +23,12 @@ PROTOCOL_VERSION = 2
 PROTOCOL_MINOR = 2
 # From this minor version on a worker answers ChecksumRequest.
 CHECKSUMS_SINCE = 1
+# From this one on it answers ComputeRow, sums its weights up again where Hello asks for that, and
+# sends WeightsChanged.
+AUDIT_SINCE = 2
+# A row and its reply fit a frame up to these sizes. Wider ones are not asked for.
+MAX_ROW_BYTES = 48 * 1024
+MAX_ROW_PAIRS = 1024
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 MAC_BYTES = 32
@@ -131,6 +137,9 @@ class Hello(Message):
     weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"
     # The host waits so long in each phase of its start; 0 means that it does not tell.
     start_timeout_s: Annotated[float, Wire(17, Float(0.0, 86400.0))] = 0.0
+    # The worker sums all its weights up again in this time, over and over, and tells by
+    # WeightsChanged what it finds; 0 means never.
+    scrub_s: Annotated[float, Wire(18, Float(0.0, 1e8))] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,9 +305,52 @@ class Checksum(Message):
     content_checksum: Annotated[int, Wire(5, _U64)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeRow(Message):
+    """Host to worker, since minor version 2: compute one row with a shard that it holds, beside its
+    data path. Answered by RowComputed, or Refusal.
+    """
+
+    TYPE: ClassVar[int] = 31
+    layer: Annotated[int, Wire(1, Uint(4095))]
+    shard: Annotated[int, Wire(2, _U32)]
+    # Positions in the shard, one for each pair, ascending.
+    local_expert_ids: Annotated[tuple[int, ...], Wire(3, ListOf(_U16, MAX_ROW_PAIRS))]
+    # Little-endian f32, one for each pair.
+    weights: Annotated[bytes, Wire(4, Octets(4 * MAX_ROW_PAIRS))]
+    row: Annotated[bytes, Wire(5, Octets(MAX_ROW_BYTES))]
+    row_dtype: Annotated[str, Wire(6, _DTYPE)]
+    reply_dtype: Annotated[str, Wire(7, _DTYPE)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowComputed(Message):
+    """Worker to host: the row's reply, in the dtype that was asked for."""
+
+    TYPE: ClassVar[int] = 32
+    layer: Annotated[int, Wire(1, Uint(4095))]
+    shard: Annotated[int, Wire(2, _U32)]
+    row: Annotated[bytes, Wire(3, Octets(MAX_ROW_BYTES))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsChanged(Message):
+    """Worker to host, unasked, since minor version 2: the weights of an expert were found changed
+    in its memory. It computes nothing from them until they are loaded again.
+    """
+
+    TYPE: ClassVar[int] = 33
+    layer: Annotated[int, Wire(1, Uint(4095))]
+    shard: Annotated[int, Wire(2, _U32)]
+    # Its position in the shard.
+    local_expert_id: Annotated[int, Wire(3, _U16)]
+    # Empty where they were loaded again, else why they could not be.
+    failure: Annotated[str, Wire(4, Text(1024))] = ""
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Open, Challenge, Proof, Accepted, Refusal, Hello, HelloReply, LoadShard, Progress, ShardLoaded, Attach, Listening,
-    Attached, StatsRequest, Stats, Bye, ChecksumRequest, Checksum,
+    Attached, StatsRequest, Stats, Bye, ChecksumRequest, Checksum, ComputeRow, RowComputed, WeightsChanged,
 )  # fmt: skip
 CODEC = Codec(MESSAGES)
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.failures import to_error
 from dflash_moe.protocol.framing import Connection, PeerGone
-from dflash_moe.protocol.messages import Attached, Listening, Progress, Refusal
+from dflash_moe.protocol.messages import Attached, Listening, Progress, Refusal, WeightsChanged
 from dflash_moe.protocol.schema import Message
 from dflash_moe.runtime.owner import Owner
 
@@ -28,6 +28,8 @@ from dflash_moe.runtime.owner import Owner
 LAST_WORDS_S = 0.1
 # A goodbye is a courtesy, and nobody waits longer than this for a worker that does not read.
 BYE_S = 0.2
+# Whoever takes a notice waits so long for its end, and for a thread that reads answers meanwhile.
+NOTICE_S = 0.05
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
 
@@ -56,6 +58,8 @@ class Conversation:
         # So many questions have no answer yet. It exceeds the question under way where an answer
         # did not come in time; that answer still arrives first and must be thrown away.
         self._num_unanswered = 0
+        # Is told what the worker says unasked, from whatever thread reads it.
+        self.on_notice: Callable[[WeightsChanged], None] = lambda _notice: None
         self._owner = Owner()
 
     @contextmanager
@@ -92,6 +96,22 @@ class Conversation:
         if self._owner.is_here:
             with contextlib.suppress(DflashError):
                 self._connection.send(message, deadline=time.monotonic() + BYE_S)
+
+    def take_notices(self) -> None:
+        """Reads what the worker has said unasked. It never raises, and leaves the reading to
+        another thread that waits for an answer; the connection is readable when this is called.
+        """
+        if not self._owner.is_here or not self._lock.acquire(timeout=NOTICE_S):
+            return
+        try:
+            with contextlib.suppress(DflashError):
+                message = self._connection.receive(deadline=time.monotonic() + NOTICE_S, waiting_for="a notice")
+                if isinstance(message, WeightsChanged):
+                    self.on_notice(message)
+                else:
+                    self._discard(message)
+        finally:
+            self._lock.release()
 
     def hang_up(self) -> None:
         """Ends the connection without a goodbye, so that a thread which waits for this worker
@@ -154,7 +174,11 @@ class Conversation:
 
     def _receive(self, turn: Turn) -> Message:
         try:
-            return self._connection.receive(deadline=turn.deadline, waiting_for=turn.doing)
+            while isinstance(
+                message := self._connection.receive(deadline=turn.deadline, waiting_for=turn.doing), WeightsChanged
+            ):
+                self.on_notice(message)
+            return message
         except PeerGone:
             raise self._loss(f"hung up before it could {turn.doing}") from None
         except WorkerTimeout:

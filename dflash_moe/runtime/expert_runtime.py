@@ -25,6 +25,7 @@ from dflash_moe.placement.numerics import describe_numerics
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.runtime import observe
+from dflash_moe.runtime.audit import Audit
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.client_calls import ClientCalls
 from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy, held_checksums
@@ -87,7 +88,13 @@ class ExpertRuntime:
         calls.on_idle = _idle_teller(self._fleet, self._workers)
         self._elastic = Elastic(self._client, placed, self._keeper, self._workers, self._holders)
         self._keeper.on_loss = self._workers.ring
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._keeper, self._fallback, self._fleet, self._client)
+        self._audit = Audit(
+            self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
+            outvote=self._workers.outvote,
+        )  # fmt: skip
+        self._finalizer = weakref.finalize(
+            self, _end, self._audit, self._workers, self._keeper, self._fallback, self._fleet, self._client
+        )
         self._table = LayerTable(placed.spec.layers)
         host = DeviceChoice.of_host(placed.topology.host)
         self._device = None if host.is_processor else DeviceTensors(host)
@@ -178,6 +185,7 @@ class ExpertRuntime:
             self._replay = StepReplay(self._steps, lambda: self.settings.call_timeout_s)
         self._keeper.start()
         self._workers.start(self._placed.held)
+        self._audit.start()
         self._is_open = True
 
     @property
@@ -455,6 +463,7 @@ class ExpertRuntime:
             "window": slices.window,
             "wire_dtypes": self.wire_dtypes,
             "numerics": describe_numerics(self.spec.layers, self.placement, self.settings.numerics),
+            "audit": self._audit.stats(),
             "transports": {member.name: member.transport for member in self._fleet.members.values()},
             **({} if self._replay is None else {"device_steps": self._replay.counts()}),
         }
@@ -608,8 +617,11 @@ def _idle_teller(fleet: Fleet, workers: WorkerKeeper) -> Callable[[int], None]:
     return lambda index: workers.note_idle(fleet.at_index(index).name)
 
 
-def _end(workers: WorkerKeeper, keeper: PathKeeper, fallback: HostFallback, fleet: Fleet, client: _core.Client) -> None:
+def _end(
+    audit: Audit, workers: WorkerKeeper, keeper: PathKeeper, fallback: HostFallback, fleet: Fleet, client: _core.Client
+) -> None:
     """Ends a runtime that was closed or dropped; its channels go once the last call has left."""
+    audit.call_off()
     fallback.call_off()
     workers.call_off()
     keeper.call_off()
@@ -617,4 +629,5 @@ def _end(workers: WorkerKeeper, keeper: PathKeeper, fallback: HostFallback, flee
     fleet.close()
     keeper.close()
     workers.close()
+    audit.close()
     client.close()

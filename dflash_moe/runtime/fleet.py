@@ -26,10 +26,13 @@ from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.messages import LoadShard, compress_experts
 from dflash_moe.runtime.contents import ReferenceChecksums
+from dflash_moe.runtime.golden import GoldenRows
 from dflash_moe.runtime.held_shards import HeldShard
+from dflash_moe.runtime.host_twin import HostTwin
 from dflash_moe.runtime.launcher import Launcher, StartedWorker
 from dflash_moe.runtime.local_worker import LocalWorker
 from dflash_moe.runtime.owner import Owner
+from dflash_moe.runtime.row_questions import RowQuestion
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.runtime.threads import ThreadPlan
 from dflash_moe.runtime.transports import choose_transport
@@ -148,6 +151,12 @@ class Fleet:
         # This is set once a device of the host has refused to register read-only memory. Workers
         # that this host started then leave the segments of their replies writable for it.
         self.may_open_replies = False
+        isa = self._isa
+        self.golden = GoldenRows(HostTwin(Path(spec.path), isa), self.ask_row)
+        # Whoever audits wraps every new channel, by the worker's name, and is told of weights that
+        # changed in a worker's memory: layer, shard, and why they could not be loaded again.
+        self.watch: ChannelDecorator = lambda _name, channel: channel
+        self.on_change: Callable[[str, int, int, str], None] = lambda _name, _layer, _shard, _failure: None
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
         """Decides the address and transport of every holder, before anything is started. Raises
@@ -191,7 +200,7 @@ class Fleet:
         """Makes the worker inside this process for a member that is one. Errors are those of
         LocalWorker.
         """
-        return LocalWorker(
+        local = LocalWorker(
             member.name,
             isa=self._isa,
             threads=self._num_threads(member),
@@ -202,7 +211,13 @@ class Fleet:
             device=member.device,
             weights_layout=member.layout,
             pool=self.host_pool if self._is_pooled(member) else None,
+            scrub_s=self._settings.scrub_s,
         )
+        local.on_change = partial(self._tell_change, member.name)
+        return local
+
+    def _tell_change(self, name: str, layer: int, shard: int, failure: str) -> None:
+        self.on_change(name, layer, shard, failure)
 
     def reference_checksum(self, held: HeldShard) -> int | None:
         """Returns the content checksum of a shard as its first holder reported it, None where that
@@ -216,7 +231,7 @@ class Fleet:
         check_architectures(computed, self._settings.numerics)
 
     def _new_session(self, member: Member, started: StartedWorker | None) -> HostSession:
-        return HostSession(
+        session = HostSession(
             member.name,
             member.address,
             started=started,
@@ -224,6 +239,8 @@ class Fleet:
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
             encryption=self._settings.encryption,
         )
+        session.on_notice = lambda told: self.on_change(member.name, told.layer, told.shard, told.failure)
+        return session
 
     def end_member(self, member: Member) -> None:
         """Ends the session of a lost worker, and kills and reaps its process where the host started
@@ -266,11 +283,12 @@ class Fleet:
         self._greet(member)
         self._check_architectures()
 
-    def load_again(self, member: Member, shards: Sequence[HeldShard]) -> None:
-        """Loads the shards of a worker that was started again. Errors are those of a start;
-        CheckpointError where it has not loaded the bytes that it held before.
+    def load_again(self, member: Member, shards: Sequence[HeldShard], *, is_thorough: bool = False) -> None:
+        """Loads the shards of a worker that was started again. `is_thorough` asks it for a row of
+        every expert. Errors are those of a start; CheckpointError where it has not loaded the bytes
+        that it held before; WorkerUnfit where it computes other numbers than it must.
         """
-        self._load_member(member, shards, lambda _count: None)
+        self._load_member(member, shards, lambda _count: None, is_thorough=is_thorough)
 
     def _launch(self, member: Member) -> StartedWorker:
         with self._closing:
@@ -296,6 +314,7 @@ class Fleet:
             cpus=self._threads.cpus.get(name, ()),
             device=member.device,
             weights_layout=member.layout,
+            scrub_s=self._settings.scrub_s,
         )
         member.numerics = reply.numerics_class
 
@@ -343,7 +362,9 @@ class Fleet:
         self._in_parallel(list(self.members), load_member)
         log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
 
-    def _load_member(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None]) -> None:
+    def _load_member(
+        self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None], *, is_thorough: bool = False
+    ) -> None:
         if member.local is not None:
             checkpoint = Checkpoint.open(Path(self._spec.path))
             before = 0
@@ -369,6 +390,17 @@ class Fleet:
             )
             checksum = _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
             self._contents.note(held, member.name, checksum)
+        self.golden.check(member.name, shards, is_thorough=is_thorough)
+
+    def ask_row(self, holder: str, held: HeldShard, question: RowQuestion) -> bytes | None:
+        """Has a holder in another process compute a row beside its calls. Returns its reply, or
+        None where it cannot be asked. Errors: WorkerLost, WorkerTimeout, ProtocolError; those with
+        which it refuses.
+        """
+        session = self.members[holder].session
+        if session is None:
+            return None
+        return session.compute_row(question.as_message(held), timeout_s=self._settings.call_timeout_s)
 
     def architecture_of(self, holder: str) -> str:
         """Returns what a holder computes with: a kernel set, or the architecture of its card."""
@@ -407,6 +439,7 @@ class Fleet:
             )
         if self._decorate is not None:
             channel = self._decorate(member.name, channel)
+        channel = self.watch(member.name, channel)
         member.slots = slots
         return channel, generation, pulse_fd
 

@@ -18,6 +18,7 @@ from dflash_moe.errors import DflashError, WorkerError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.model.scrub import HeldWeights, WeightScrub
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
@@ -36,10 +37,12 @@ class LocalWorker:
     def __init__(
         self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
         device: DeviceChoice | None = None, weights_layout: str = "packed", pool: _core.HostPool | None = None,
+        scrub_s: float = 0.0,
     ) -> None:  # fmt: skip
         """The worker computes on `device`, or where that is None on the processor with the kernel
         set `isa`. `cpus` are the CPUs that its threads are pinned to, one each, none if empty. With
-        a `pool` its threads compute, on the call of whoever waits for a reply.
+        a `pool` its threads compute, on the call of whoever waits for a reply. Its weights are
+        summed up again every `scrub_s` seconds, never where that is 0.
 
         Raises UnsupportedError where the device or kernel set does not compute `numerics` or cannot
         be used, and ConfigError where the device or one of `cpus` is missing.
@@ -55,6 +58,13 @@ class LocalWorker:
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0
         self._store = ExpertStore(isa=isa, threads=threads, cpus=cpus, device=opened, weights_layout=weights_layout, pool=pool)
         self._worker = _core.Worker(name=name, spin_ns=spin_ns, slowdown=slowdown)
+        # Is told of weights that changed in memory: layer, shard, and why they could not be loaded
+        # again, empty where they were.
+        self.on_change: Callable[[int, int, str], None] = lambda _layer, _shard, _failure: None
+        self._scrub: WeightScrub | None = None
+        if scrub_s > 0:
+            self._scrub = WeightScrub(self._store, None, period_s=scrub_s, tell=self._tell_change)
+            self._scrub.start()
         self._cpus = cpus
         self._is_inline = pool is not None
         self._thread: threading.Thread | None = None
@@ -89,6 +99,9 @@ class LocalWorker:
             weights_fingerprint=weights_fingerprint, numerics=numerics, report=report,
         )  # fmt: skip
         self._worker.hold(layer, shard, loan)
+        if self._scrub is not None:
+            name = f"layer {layer}, shard {shard}"
+            self._scrub.hold(HeldWeights(layer, shard, name, ffn, experts, weights_fingerprint, loan), checkpoint)
         return loan.content()[0]
 
     def ask_checksum(self, layer: int, shard: int) -> tuple[int | None, int]:
@@ -116,7 +129,10 @@ class LocalWorker:
 
     def counters(self) -> dict[str, int]:
         """Returns the worker's own counters."""
-        return dict(self._worker.stats())
+        return dict(self._worker.stats()) | (self._scrub.stats() if self._scrub is not None else {})
+
+    def _tell_change(self, held: HeldWeights, _local_expert_id: int, failure: str) -> None:
+        self.on_change(held.layer, held.shard, failure)
 
     def close(self) -> None:
         """Stops serving and frees the weights. It never raises; a thread that does not stop keeps
@@ -127,6 +143,8 @@ class LocalWorker:
         except WorkerError as error:
             log.warning("%s", error)
             return
+        if self._scrub is not None:
+            self._scrub.close()
         self._worker.give_back()
         self._store.drop_unborrowed()
 

@@ -56,6 +56,8 @@ class Happening(enum.Enum):
     # It is there and will not do: other weights, another version, a device that it lacks.
     UNFIT = "unfit"
     LOST = "lost"
+    # Its numbers are wrong: what it answers must not be used any more.
+    OUTVOTED = "outvoted"
     # What END ordered is done: no process and no connection of the attempt is left.
     ENDED = "ended"
     # The time of a WAIT has come.
@@ -91,6 +93,8 @@ class Event:
     # Of FAILED: whether the worker died, and not merely was busy, out of reach, or not started
     # because this process lacked something.
     is_death: bool = True
+    # Of OUTVOTED: whether it is not tried once more.
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,16 @@ class RestartPolicy:
 
 
 _OF_AN_ATTEMPT = frozenset(
-    {Happening.STARTED, Happening.JOINED, Happening.FAILED, Happening.UNFIT, Happening.LOST, Happening.ENDED, Happening.DRAINED}
+    {
+        Happening.STARTED,
+        Happening.JOINED,
+        Happening.FAILED,
+        Happening.UNFIT,
+        Happening.LOST,
+        Happening.OUTVOTED,
+        Happening.ENDED,
+        Happening.DRAINED,
+    }
 )
 
 
@@ -149,6 +162,8 @@ class Member:
     num_deaths: int = 0
     # Whether it was there in its latest attempt and would not do.
     is_unfit: bool = False
+    # How often its numbers were found wrong since it was added or released.
+    num_outvoted: int = 0
     _recent: deque[float] = field(default_factory=deque)
     _num_tries: int = 0
     _is_left_alone: bool = False
@@ -225,6 +240,14 @@ class Member:
             return []
         if now - self.since >= self.policy.backoff_s[1]:
             self._num_tries = 0
+        return self._lose(event.reason, now, is_death=True)
+
+    def _on_outvoted(self, event: Event, now: float) -> list[Order]:
+        if self.state is not State.READY:
+            return []
+        self.num_outvoted += 1
+        if event.is_last or self.num_outvoted > 1:
+            self._is_left_alone = True
         return self._lose(event.reason, now, is_death=True)
 
     def _on_ended(self, _event: Event, now: float) -> list[Order]:
@@ -324,6 +347,7 @@ class Member:
         self._num_tries = 0
         self._is_left_alone = False
         self._lost_early = None
+        self.num_outvoted = 0
 
     def _enter(self, state: State, now: float) -> None:
         self.state, self.since = state, now

@@ -138,6 +138,11 @@ class PlacedExperts:
         isa = _core.parse_isa(self.settings.cpu_isa or _core.best_isa())
         return preferred([Offer(tuple(_core.numerics_classes(isa)), isa)])
 
+    @property
+    def host_isa(self) -> str:
+        """The kernel set with which this host's processor computes."""
+        return _core.parse_isa(self.settings.cpu_isa or _core.best_isa())
+
     def use(self, settings: Settings) -> None:
         """Puts settings in force that differ from the former ones in mode, slices or wire dtypes
         only. Raises ConfigError where the slice of mode stream exceeds its maximum.

@@ -21,6 +21,7 @@ from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.framing import Connection, Detached, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, require_equal
 from dflash_moe.protocol.messages import (
+    AUDIT_SINCE,
     CHECKSUMS_SINCE,
     SESSION_ID_BYTES,
     Attach,
@@ -28,15 +29,18 @@ from dflash_moe.protocol.messages import (
     Bye,
     Checksum,
     ChecksumRequest,
+    ComputeRow,
     Hello,
     HelloReply,
     Listening,
     LoadShard,
     Progress,
     Role,
+    RowComputed,
     ShardLoaded,
     Stats,
     StatsRequest,
+    WeightsChanged,
 )
 from dflash_moe.protocol.paths import TRANSPORTS, terms_of
 from dflash_moe.runtime.conversation import Conversation, Turn
@@ -104,6 +108,8 @@ class HostSession:
         self._buffer_bytes = socket_buffer_bytes or 0
         self._conversation: Conversation | None = None
         self._peer: Peer | None = None
+        # Is told of weights that changed in the worker's memory, from whatever thread reads it.
+        self.on_notice: Callable[[WeightsChanged], None] = lambda _notice: None
         self._has_pulse = False
         # The worker was asked to load so many experts in all, and said that it has so many of them.
         self._num_asked = 0
@@ -151,7 +157,9 @@ class HostSession:
             ) from None
 
     def _converse(self, connection: Connection) -> Conversation:
-        return Conversation(self.name, connection, loss=self.loss, quote_log=self._quoted_log)
+        conversation = Conversation(self.name, connection, loss=self.loss, quote_log=self._quoted_log)
+        conversation.on_notice = lambda notice: self.on_notice(notice)
+        return conversation
 
     def greet(
         self,
@@ -166,10 +174,12 @@ class HostSession:
         cpus: tuple[int, ...] = (),
         device: DeviceChoice | None = None,
         weights_layout: str = "packed",
+        scrub_s: float = 0.0,
     ) -> HelloReply:
         """Exchanges hello with the worker: it learns what it shall compute with and in which class,
         and both ends compare their facts. `device` None means the processor, an empty `isa` the
-        worker's best kernel set, and 0 `threads` the worker's own choice.
+        worker's best kernel set, and 0 `threads` the worker's own choice. It sums its weights up
+        again every `scrub_s` seconds, never where that is 0.
 
         Errors: ProtocolError naming the field and both values where the ends do not fit;
         UnsupportedError where the worker does not compute in class `numerics` or cannot use
@@ -194,6 +204,7 @@ class HostSession:
             simulate=place.simulate,
             weights_layout=weights_layout,
             start_timeout_s=timeout_s,
+            scrub_s=scrub_s,
         )
         with self._turn("answer hello", timeout_s, START_LIMIT) as turn:
             reply = turn.ask(message, HelloReply)
@@ -389,6 +400,21 @@ class HostSession:
                 f"asked was layer {layer} shard {shard}"
             )
         return told.content_checksum if told.is_checked else None, told.num_read
+
+    def compute_row(self, question: ComputeRow, *, timeout_s: float) -> bytes | None:
+        """Has the worker compute a row beside its data path. Returns its reply, or None where the
+        worker's version cannot be asked. Errors: those with which it refuses; WorkerLost,
+        WorkerTimeout, ProtocolError.
+        """
+        if self._peer is None or self._peer.protocol_minor < AUDIT_SINCE:
+            return None
+        with self._turn(f"compute a row of layer {question.layer}, shard {question.shard}", timeout_s, CALL_LIMIT) as turn:
+            return turn.ask(question, RowComputed).row
+
+    def take_notices(self) -> None:
+        """Reads what the worker says unasked, once its connection is readable; never raises."""
+        if self._conversation is not None:
+            self._conversation.take_notices()
 
     def say_bye(self) -> None:
         """Tells the worker that the session is over. It never raises for a worker that is gone or

@@ -32,6 +32,7 @@ from dflash_moe.errors import (
     WorkerError,
     WorkerLost,
     WorkerTimeout,
+    WorkerUnfit,
 )
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.runtime.kept_worker import KeptWorker, Parting, WorkerState
@@ -51,7 +52,7 @@ STOP_S = 1.0
 # session that the former call did not see.
 HANG_UP_EVERY_S = 0.02
 # These say that a worker is there and will not do until somebody mends it.
-UNFIT = (CheckpointError, ProtocolError, UnsupportedError, ConfigError)
+UNFIT = (CheckpointError, ProtocolError, UnsupportedError, ConfigError, WorkerUnfit)
 
 
 class Calls(Protocol):
@@ -164,6 +165,15 @@ class WorkerKeeper:
         kept = self._kept.get(name)
         if kept is not None:
             self._post(kept, Event(Happening.LOST, kept.life.attempt, reason))
+
+    def outvote(self, name: str, reason: str, *, is_last: bool = False) -> None:
+        """Says that a worker's numbers are wrong. No answer of it is used any more, and other
+        holders get what it was asked. It is started again once, and compared thoroughly; the next
+        time, or where `is_last`, it is left alone until somebody releases it.
+        """
+        kept = self._kept.get(name)
+        if kept is not None:
+            self._post(kept, Event(Happening.OUTVOTED, kept.life.attempt, reason, is_last=is_last))
 
     def release(self, name: str) -> None:
         """Ends the quarantine of a worker: it is started or dialled again at once. Raises
@@ -317,7 +327,8 @@ class WorkerKeeper:
         for kept in self._kept.values():
             if not kept.life.serves or kept.member.session is None:
                 continue
-            for descriptor, events in ((kept.member.session.fileno(), select.POLLRDHUP), (kept.pidfd, select.POLLIN)):
+            control = kept.member.session.fileno()
+            for descriptor, events in ((control, select.POLLRDHUP | select.POLLIN), (kept.pidfd, select.POLLIN)):
                 if descriptor >= 0:
                     watched[descriptor] = kept
                     poller.register(descriptor, events)
@@ -325,7 +336,16 @@ class WorkerKeeper:
         awoken = poller.poll(self._until_next_look())
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        for kept in {watched[descriptor] for descriptor, _ in awoken if descriptor in watched}:
+        gone = set()
+        for descriptor, events in awoken:
+            kept_one = watched.get(descriptor)
+            if kept_one is None:
+                continue
+            if events == select.POLLIN and descriptor != kept_one.pidfd and kept_one.member.session is not None:
+                kept_one.member.session.take_notices()
+            else:
+                gone.add(kept_one)
+        for kept in gone:
             self._handle(kept, Event(Happening.LOST, kept.life.attempt, "hung up"))
 
     def _until_next_look(self) -> float | None:
@@ -446,7 +466,8 @@ class WorkerKeeper:
         return Happening.STARTED
 
     def _join(self, kept: KeptWorker) -> Happening:
-        self._fleet.load_again(kept.member, self._held[kept.member.name])
+        is_thorough = kept.life.num_outvoted > 0
+        self._fleet.load_again(kept.member, self._held[kept.member.name], is_thorough=is_thorough)
         self._calls.join(kept.member)
         kept.member.last_exit = ""
         return Happening.JOINED

@@ -55,7 +55,7 @@ WEIGHTS = ("auto", "int8", "int4")
 WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
-ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "failure", "placement", "workers")
+ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "failure", "audit", "placement", "workers")
 HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators", "fallback")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy", "replicas")
@@ -91,6 +91,7 @@ class TopologyParts(NamedTuple):
     engine: Mapping[str, Any]
     preset: str | None = None
     failure: Mapping[str, Any] = MappingProxyType({})
+    audit: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_topology(path: Path) -> TopologyParts:
@@ -129,10 +130,10 @@ def parse_topology(text: str, source: str) -> TopologyParts:
     if not workers:
         raise fields["workers"].error("workers is empty; list at least one, such as {name: w0, backend: cpu}")
     _check_workers(workers, placement.policy, source)
-    ipc, engine, failure = (parse_section(fields, name) for name in ("ipc", "engine", "failure"))
+    ipc, engine, failure, audit = (parse_section(fields, name) for name in ("ipc", "engine", "failure", "audit"))
     host = _host(fields["host"]) if "host" in fields else HostSpec()
     preset = fields["preset"].choice(PRESETS) if "preset" in fields else None
-    return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset, failure)
+    return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset, failure, audit)
 
 
 def parse_worker(text: str, source: str) -> WorkerSpec:

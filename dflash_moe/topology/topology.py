@@ -24,8 +24,8 @@ FITTED = "<fit>"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A checked topology. `ipc`, `engine` and `failure` hold the parsed settings that the file
-    states below these keys; `config.resolve_settings` makes all settings of `stated_settings`.
+    """A checked topology. `ipc`, `engine`, `failure` and `audit` hold the parsed settings that the
+    file states below these keys; `config.resolve_settings` makes all settings of `stated_settings`.
     `preset` is None where the file has none.
     """
 
@@ -38,6 +38,7 @@ class Topology:
     engine: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     preset: str | None = None
     failure: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    audit: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
@@ -86,7 +87,7 @@ class Topology:
             "preset": self.preset, "host.operators": self.host.operators, "host.activations": self.host.activations,
             "host.fallback": self.host.fallback,
         }  # fmt: skip
-        sections = {"ipc": self.ipc, "engine": self.engine, "failure": self.failure}
+        sections = {"ipc": self.ipc, "engine": self.engine, "failure": self.failure, "audit": self.audit}
         stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
         return stated | {key: value for key, value in host.items() if value is not None}
 

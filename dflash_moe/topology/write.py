@@ -32,6 +32,7 @@ def to_yaml(topology: Topology) -> str:
     sections = {
         "host": _host(topology.host), "ipc": _values(topology.ipc), "engine": _values(topology.engine),
         "failure": nested({key: list(v) if isinstance(v, tuple) else _value(v) for key, v in topology.failure.items()}),
+        "audit": {key: f"{100 * v:g}%" if key == "cpu" else v for key, v in topology.audit.items()},
     }  # fmt: skip
     root |= {name: section for name, section in sections.items() if section}
     placement, default = topology.placement, PlacementSpec()

@@ -13,6 +13,7 @@ from dflash_moe.errors import CheckpointError, ProtocolError
 from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
 from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.model.scrub import HeldWeights
 from dflash_moe.protocol.messages import LoadShard, expand_experts
 
 # A report is called after each expert with the number of the shard's experts loaded so far.
@@ -46,4 +47,17 @@ def load_shard(
         weights_fingerprint=message.weights_fingerprint,
         numerics=message.numerics,
         report=report,
+    )
+
+
+def held_weights(message: LoadShard, loan: _core.ResidentShard) -> HeldWeights:
+    """Returns what loading an expert of this shard again needs."""
+    return HeldWeights(
+        layer=message.layer,
+        shard=message.shard,
+        name=f"{message.name}, shard {message.shard}",
+        ffn=FfnSpec.from_wire(message.ffn),
+        experts=expand_experts(message.expert_ranges),
+        weights_fingerprint=message.weights_fingerprint,
+        loan=loan,
     )

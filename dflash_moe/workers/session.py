@@ -19,6 +19,7 @@ from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_store import ExpertStore
+from dflash_moe.model.scrub import HeldWeights, WeightScrub
 from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
@@ -30,23 +31,27 @@ from dflash_moe.protocol.messages import (
     Bye,
     Checksum,
     ChecksumRequest,
+    ComputeRow,
     Hello,
     HelloReply,
     Listening,
     LoadShard,
     Progress,
     Role,
+    RowComputed,
     ShardLoaded,
     Stats,
     StatsRequest,
+    WeightsChanged,
 )
 from dflash_moe.protocol.paths import TRANSPORTS, terms_of
+from dflash_moe.protocol.rows import floats_of
 from dflash_moe.protocol.schema import Message
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.version import __version__
-from dflash_moe.workers.loader import load_shard
+from dflash_moe.workers.loader import held_weights, load_shard
 from dflash_moe.workers.mailbox import Mailbox
 from dflash_moe.workers.resident import ResidentWeights, StoreKind
 
@@ -116,6 +121,8 @@ class WorkerSession:
     _cpus: tuple[int, ...] = ()
     # These classes were offered in the answer to Hello; each shard has one of them.
     _offered: tuple[str, ...] = ()
+    _scrub: WeightScrub | None = None
+    _loans: dict[tuple[int, int], _core.ResidentShard] = field(default_factory=dict)
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
@@ -158,6 +165,9 @@ class WorkerSession:
         may be called again.
         """
         self._stop_serving()
+        if self._scrub is not None:
+            self._scrub.close()
+        self._loans.clear()
         if self._worker is not None and self._store is not None and self._kind is not None:
             self._worker.stop_pulse()
             self._worker.give_back()
@@ -178,6 +188,8 @@ class WorkerSession:
                 self._attach(message)
             elif isinstance(message, ChecksumRequest):
                 self._checksum(message)
+            elif isinstance(message, ComputeRow):
+                self._compute_row(message)
             elif isinstance(message, StatsRequest):
                 self._send(Stats(counters=self._counters()))
             elif isinstance(message, Bye):
@@ -224,6 +236,9 @@ class WorkerSession:
         )  # fmt: skip
         self._worker = _core.Worker(name=self.identity.name, spin_ns=spin_ns, slowdown=message.slowdown)
         self._cpus = message.cpus
+        if message.scrub_s > 0:
+            self._scrub = WeightScrub(self._store, self.identity.checkpoint, period_s=message.scrub_s, tell=self._tell_change)
+            self._scrub.start()
         self._be_patient_with(message)
         self._send(
             HelloReply(
@@ -274,6 +289,9 @@ class WorkerSession:
             )
         loan = load_shard(store, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress)
         worker.hold(message.layer, message.shard, loan)
+        self._loans[message.layer, message.shard] = loan
+        if self._scrub is not None:
+            self._scrub.hold(held_weights(message, loan))
         checksum, _ = loan.content()
         self._send(
             ShardLoaded(
@@ -301,6 +319,21 @@ class WorkerSession:
                 content_checksum=checksum or 0,
             )
         )  # fmt: skip
+
+    def _compute_row(self, message: ComputeRow) -> None:
+        loan = self._loans.get((message.layer, message.shard))
+        if loan is None:
+            raise ProtocolError(f"message ComputeRow: layer {message.layer}, shard {message.shard} is not held")
+        row = loan.compute_rows(
+            message.row, message.row_dtype, row_counts=[len(message.local_expert_ids)],
+            local_expert_ids=message.local_expert_ids, weights=floats_of(message.weights), reply_dtype=message.reply_dtype,
+        )  # fmt: skip
+        self._send(RowComputed(layer=message.layer, shard=message.shard, row=row))
+
+    def _tell_change(self, held: HeldWeights, local_expert_id: int, failure: str) -> None:
+        self._send_quietly(
+            WeightsChanged(layer=held.layer, shard=held.shard, local_expert_id=local_expert_id, failure=failure[:300])
+        )
 
     def _attach(self, message: Attach) -> None:
         store, worker = self._require_worker(message)
@@ -393,5 +426,7 @@ class WorkerSession:
         counters = dict(self._worker.stats()) if self._worker is not None else {}
         if self._store is not None:
             counters["resident_weight_bytes"] = self._store.resident_bytes
+        if self._scrub is not None:
+            counters |= self._scrub.stats()
         counters |= {"anonymous_bytes": memory.anonymous_bytes, "file_bytes": memory.file_bytes}
         return {key: max(0, int(value)) for key, value in counters.items()}

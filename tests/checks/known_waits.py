@@ -122,7 +122,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock held->failure_mutex_": "straight: keeps one error, and nothing is called",
         "wait changed_": "bounded: it waits for orders of this process for as long as its store lives; the destructor ends it",
     },
-    "csrc/store/resident_shard.cc": {"lock failure_mutex_": "straight: takes one error, and nothing is called"},
+    "csrc/store/resident_shard.cc": {
+        "lock compute_mutex_": "bounded: held over one forward, or over loading one expert again from the page cache",
+        "lock failure_mutex_": "straight: takes one error, and nothing is called",
+    },
+    "csrc/store/scrubber.cc": {"lock mutex_": "straight: sets one flag; a pause gives the lock up and has its own limit"},
     "csrc/store/shard_store.cc": {
         "lock mutex_": "straight: guards the table of shards; memory of a device is taken without it",
     },
@@ -229,10 +233,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "call self._listener.accept": "bounded: the listening socket is non-blocking",
     },
     "dflash_moe/runtime/holder_lists.py": {
-        "lock self._lock": "bounded: held over one call of the client, which takes its turn for microseconds and waits for nothing",
+        "lock self._lock": "bounded: held over one call of the client, which takes its turn for microseconds",
     },
     "dflash_moe/runtime/host_fallback.py": {
-        "lock self._lock": "bounded: held over fields of stand-ins and a thread that is made and not started; nothing in it waits",
+        "lock self._lock": "bounded: held over fields of stand-ins and a thread that is made and not started",
     },
     "dflash_moe/runtime/launcher.py": {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",
@@ -246,6 +250,14 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/runtime/kept_worker.py": {
         "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
+    },
+    "dflash_moe/runtime/audit.py": {
+        "call poller.poll": "bounded: it waits for copies for as long as its runtime lives; call_off() rings the same bell",
+        "lock self._lock": "straight: guards what is known of a worker, and a non-blocking bell",
+    },
+    "dflash_moe/runtime/golden.py": {"lock self._lock": "straight: guards a table of answers; they are computed without it"},
+    "dflash_moe/runtime/host_twin.py": {
+        "lock self._lock": "bounded: held while one row is computed, which loads the row's few experts",
     },
     "dflash_moe/runtime/path_keeper.py": {
         "call poller.poll": "bounded: it waits for worn paths for as long as its runtime lives; close() rings the same bell",

@@ -27,6 +27,10 @@ class CpuLayer final : public ExpertLayer {
     return experts_.content_checksum(local_expert_id);
   }
   Status forward(const ForwardArgs& args, YieldingProgress& progress) override;
+  std::array<std::span<const std::byte>, 3> resident_pieces(
+      uint32_t local_expert_id) const override {
+    return experts_.resident_pieces(local_expert_id);
+  }
 
  private:
   // A run of rows whose intermediate values fit the bound of the scratch.

@@ -181,6 +181,15 @@ std::optional<uint64_t> PackedExperts::content_checksum(uint32_t local_expert_id
   return expert.checksum;
 }
 
+std::array<std::span<const std::byte>, 3> PackedExperts::resident_pieces(
+    uint32_t local_expert_id) const {
+  const Expert& expert = experts_[local_expert_id];
+  if (is_mapped() || !expert.is_loaded) return {};
+  return {
+      std::span<const std::byte>(panels_.data() + local_expert_id * expert_bytes_, expert_bytes_),
+      std::as_bytes(std::span(expert.gate_up_bias)), std::as_bytes(std::span(expert.down_bias))};
+}
+
 uint64_t PackedExperts::resident_bytes() const {
   uint64_t bytes = 0;
   for (const Expert& expert : experts_) {

@@ -6,7 +6,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "compute/cpu/page_buffer.h"
@@ -46,6 +48,8 @@ class PackedExperts {
   uint32_t num_local_experts() const { return static_cast<uint32_t>(experts_.size()); }
   ResidentFormats formats() const { return formats_; }
   uint64_t resident_bytes() const;
+  // As ExpertLayer has it: empty for an expert that is not loaded, and with layout `mapped`.
+  std::array<std::span<const std::byte>, 3> resident_pieces(uint32_t local_expert_id) const;
 
   // Matrices of the first projection: 2 for gate and up, or 1 for up alone.
   uint32_t num_matrices() const { return num_matrices_; }

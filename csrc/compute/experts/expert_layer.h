@@ -4,6 +4,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -63,6 +64,13 @@ class ExpertLayer {
   // Nanoseconds that a device of its own has computed in all forwards so far, without copies; 0
   // where the caller's threads compute.
   virtual int64_t device_ns() const { return 0; }
+  // The memory of this process in which a loaded expert's weights lie, for whoever sums it up again
+  // later: panels and biases, each a multiple of 32 bytes. Empty where they lie elsewhere, on a
+  // card or in the mapped checkpoint.
+  virtual std::array<std::span<const std::byte>, 3> resident_pieces(
+      uint32_t /*local_expert_id*/) const {
+    return {};
+  }
 };
 
 }  // namespace dflash::compute

@@ -3,7 +3,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <span>
 
 #include "transport/channel.h"
 
@@ -31,8 +33,13 @@ struct Fault {
   uint64_t seed = 1;    // picks the corrupted bit and the truncated length
 };
 
-// Both own the channel that they wrap, and have its threads and errors.
+// Changes replies on their way, as a worker that computes wrongly would: called with the bytes of
+// every message that poll() brings, on the thread that polls.
+using RewriteReply = std::function<void(std::span<std::byte>)>;
+
+// All own the channel that they wrap, and have its threads and errors.
 std::unique_ptr<Channel> make_emulated(std::unique_ptr<Channel> inner, const Emulation& emulation);
 std::unique_ptr<Channel> make_faulty(std::unique_ptr<Channel> inner, const Fault& fault);
+std::unique_ptr<Channel> make_rewritten(std::unique_ptr<Channel> inner, RewriteReply rewrite);
 
 }  // namespace dflash::transport

@@ -1,0 +1,194 @@
+"""Workers whose numbers go wrong: in what they compute, in what they hold, and when they join. They
+are found, named and taken out, and a healthy one never is.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_moe import _core
+from dflash_moe.errors import WorkerUnfit
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.protocol.messages import ComputeRow
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.session import HostSession
+from dflash_moe.topology import Topology
+from tests.expert_cases import make_batch
+from tests.fault.conftest import is_gone, wait_until
+
+# Limits that nothing here waits for.
+FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "park_s": 90.0}
+SOON_S = 90.0
+# A worker that goes wrong in one of so many rows is out within this many audited rows of it.
+ONE_IN, WITHIN = 100, 200
+
+
+def start(spec: ModelSpec, *, replicas: int = 2, decorate: Any = None, **overrides: Any) -> ExpertRuntime:
+    topology = Topology.local(num_workers=2)
+    placement = dataclasses.replace(topology.placement, replicas=replicas)
+    settings = {**FAR, "audit_cpu": "100%", "restart_backoff_ms": [1, 10], **overrides}
+    return ExpertRuntime.start(
+        dataclasses.replace(topology, placement=placement), model=spec, _channel_decorator=decorate, **settings
+    )
+
+
+def call(runtime: ExpertRuntime, num_tokens: int = 7) -> np.ndarray[Any, Any]:
+    return np.asarray(runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens))))
+
+
+def state_of(runtime: ExpertRuntime, name: str) -> str:
+    return next(one.state for one in runtime.workers() if one.name == name)
+
+
+def audit(runtime: ExpertRuntime, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = runtime.stats()["audit"]["workers"][name]
+    return found
+
+
+def right_answer(spec: ModelSpec, num_tokens: int = 7) -> np.ndarray[Any, Any]:
+    with start(spec, replicas=1, audit_cpu="off") as runtime:
+        return call(runtime, num_tokens)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_worker_that_drifts_is_out_and_a_second_time_for_good(spec: ModelSpec, seed: int) -> None:
+    right = right_answer(spec)
+
+    def decorate(name: str, channel: _core.Channel) -> _core.Channel:
+        return _core.make_drifting(channel, one_in=ONE_IN, seed=seed) if name == "w1" else channel
+
+    with start(spec, decorate=decorate) as runtime:
+
+        def is_out() -> bool:
+            call(runtime)
+            return state_of(runtime, "w1") == "quarantined"
+
+        assert wait_until(is_out, SOON_S), runtime.stats()["audit"]
+        told = audit(runtime, "w1")
+        # It was started again after the first time, which had to be shown once more.
+        assert told["mismatches"] == 2
+        assert told["audited_rows"] <= 2 * WITHIN
+        reason = next(one.reason for one in runtime.workers() if one.name == "w1")
+        assert re.search(r"outvoted: layer 0 .*shard \d: 1 of 96 values of a row for experts", reason)
+        assert audit(runtime, "w0")["mismatches"] == 0
+        assert state_of(runtime, "w0") == "ready"
+        for _ in range(20):
+            assert np.array_equal(call(runtime), right)
+        runtime.release("w1")
+        assert wait_until(lambda: state_of(runtime, "w1") in ("ready", "quarantined"), SOON_S)
+
+
+def test_a_healthy_worker_is_never_taken_out(spec: ModelSpec) -> None:
+    with start(spec) as runtime:
+
+        def is_enough() -> bool:
+            call(runtime, 64)
+            return all(audit(runtime, name)["audited_rows"] >= 3 * WITHIN for name in ("w0", "w1"))
+
+        assert wait_until(is_enough, SOON_S)
+        told = runtime.stats()["audit"]
+        assert (told["mismatches"], told["undecided"], told["host_wrong"], told["golden_mismatches"]) == (0, 0, 0, 0)
+        # A row per layer and shard at each of two holders.
+        assert told["golden_rows"] == 2 * 2 * 2
+        assert all(one.state == "ready" and one.deaths == 0 for one in runtime.workers())
+        assert all(audit(runtime, name)["last_good"] for name in ("w0", "w1"))
+
+
+def flip_golden(monkeypatch: pytest.MonkeyPatch, *, worker: str) -> None:
+    """The worker's arithmetic is wrong from now on, in one bit of one value."""
+    honest = HostSession.compute_row
+
+    def wrong(self: HostSession, question: ComputeRow, *, timeout_s: float) -> bytes | None:
+        reply = honest(self, question, timeout_s=timeout_s)
+        if reply is None or self.name != worker:
+            return reply
+        return reply[:8] + bytes([reply[8] ^ 4]) + reply[9:]
+
+    monkeypatch.setattr(HostSession, "compute_row", wrong)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_worker_with_a_wrong_golden_row_does_not_join(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    flip_golden(monkeypatch, worker="w1")
+    with pytest.raises(
+        WorkerUnfit, match=r"worker w1: layer \d .*shard \d: 1 of 96 values .*at column 2: 0x.* as this host"
+    ) as caught:
+        start(spec, replicas=replicas)
+    assert caught.value.worker == "w1"
+    assert caught.value.code == "worker_unfit"
+
+
+def test_a_worker_that_comes_back_with_a_wrong_golden_row_is_left_alone(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = right_answer(spec)
+    with start(spec) as runtime:
+        flip_golden(monkeypatch, worker="w1")
+        os.kill(next(process.pid for process in runtime.worker_processes() if process.name == "w1"), signal.SIGKILL)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", SOON_S)
+        state = next(one for one in runtime.workers() if one.name == "w1")
+        assert "as this host computes it" in state.reason
+        assert "layer 0" in state.reason
+        assert np.array_equal(call(runtime), right)
+        monkeypatch.undo()
+        runtime.release("w1")
+        assert wait_until(lambda: state_of(runtime, "w1") == "ready", SOON_S)
+
+
+def flip_in_memory(pid: int, pattern: bytes) -> None:
+    """Flips a bit of the first bytes in private memory of a process that are `pattern`."""
+    regions = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        for region in regions:
+            if len(region) > 5 or not region[1].startswith("rw"):
+                continue
+            begin, end = (int(part, 16) for part in region[0].split("-"))
+            memory.seek(begin)
+            at = memory.read(end - begin).find(pattern)
+            if at >= 0:
+                memory.seek(begin + at)
+                memory.write(bytes([pattern[0] ^ 1]))
+                return
+    raise AssertionError(f"process {pid} does not hold these weights")
+
+
+def test_weights_that_change_in_memory_are_found_and_loaded_again(spec: ModelSpec) -> None:
+    right = right_answer(spec)
+    checkpoint = Checkpoint.open(Path(spec.path))
+    with start(spec, replicas=1, audit_cpu="off", scrub_s=0.05) as runtime:
+        shard = runtime.placement.layers[0][1]
+        assert shard.holder == "w1"
+        tensor = checkpoint.tensors[spec.layers[0].ffn.up_tensor.tensor_name(shard.experts[0])]
+        stored = checkpoint.mapped_file(tensor.file).read(tensor.offset, 4 * 64 * 96)
+        # The first input of the first outputs, which a panel has side by side.
+        pattern = np.frombuffer(stored, np.float32).reshape(64, 96)[:8, 0].tobytes()
+        pids = {process.name: process.pid for process in runtime.worker_processes()}
+        flip_in_memory(pids["w1"], pattern)
+        assert wait_until(lambda: audit_changes(runtime) == 1, SOON_S)
+        assert np.array_equal(call(runtime), right)
+        counters = runtime.worker_stats()["w1"]
+        assert (counters["scrub_damages"], counters["scrub_reloads"]) == (1, 1)
+        assert counters["scrubbed_bytes"] > 0
+        assert state_of(runtime, "w1") == "ready"
+        assert not is_gone(pids["w1"])
+        # A second time within a day is no accident.
+        flip_in_memory(pids["w1"], pattern)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", SOON_S)
+        assert "for the second time within a day" in next(one.reason for one in runtime.workers() if one.name == "w1")
+
+
+def audit_changes(runtime: ExpertRuntime) -> int:
+    return int(runtime.stats()["audit"]["weights_changed"])
