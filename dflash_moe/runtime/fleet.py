@@ -85,6 +85,8 @@ class Member:
     device: DeviceChoice = DeviceChoice()
     # How its former process ended and what that logged last, once it was lost.
     last_exit: str = ""
+    # Its numbers were found wrong before, so that it computes a row of every expert when it joins.
+    is_doubted: bool = False
 
     @property
     def offered(self) -> tuple[str, ...]:
@@ -283,12 +285,12 @@ class Fleet:
         self._greet(member)
         self._check_architectures()
 
-    def load_again(self, member: Member, shards: Sequence[HeldShard], *, is_thorough: bool = False) -> None:
-        """Loads the shards of a worker that was started again. `is_thorough` asks it for a row of
-        every expert. Errors are those of a start; CheckpointError where it has not loaded the bytes
-        that it held before; WorkerUnfit where it computes other numbers than it must.
+    def load_again(self, member: Member, shards: Sequence[HeldShard]) -> None:
+        """Loads the shards of a worker that was started again. Errors are those of a start;
+        CheckpointError where it has not loaded the bytes that it held before; WorkerUnfit where it
+        computes other numbers than it must.
         """
-        self._load_member(member, shards, lambda _count: None, is_thorough=is_thorough)
+        self._load_member(member, shards, lambda _count: None)
 
     def _launch(self, member: Member) -> StartedWorker:
         with self._closing:
@@ -362,9 +364,7 @@ class Fleet:
         self._in_parallel(list(self.members), load_member)
         log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
 
-    def _load_member(
-        self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None], *, is_thorough: bool = False
-    ) -> None:
+    def _load_member(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None]) -> None:
         if member.local is not None:
             checkpoint = Checkpoint.open(Path(self._spec.path))
             before = 0
@@ -390,7 +390,7 @@ class Fleet:
             )
             checksum = _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
             self._contents.note(held, member.name, checksum)
-        self.golden.check(member.name, shards, is_thorough=is_thorough)
+        self.golden.check(member.name, shards, is_thorough=member.is_doubted)
 
     def ask_row(self, holder: str, held: HeldShard, question: RowQuestion) -> bytes | None:
         """Has a holder in another process compute a row beside its calls. Returns its reply, or

@@ -466,8 +466,8 @@ class WorkerKeeper:
         return Happening.STARTED
 
     def _join(self, kept: KeptWorker) -> Happening:
-        is_thorough = kept.life.num_outvoted > 0
-        self._fleet.load_again(kept.member, self._held[kept.member.name], is_thorough=is_thorough)
+        kept.member.is_doubted = kept.life.num_outvoted > 0
+        self._fleet.load_again(kept.member, self._held[kept.member.name])
         self._calls.join(kept.member)
         kept.member.last_exit = ""
         return Happening.JOINED

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "worker/loans.h"
 
 namespace dflash::store {
