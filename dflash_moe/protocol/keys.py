@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -25,9 +26,15 @@ def write_key_file(path: Path) -> None:
         raise ConfigError(f"key file {path} exists; remove it first if its key shall be replaced") from None
     except OSError as error:
         raise ConfigError(f"key file {path} cannot be created: {error.strerror}") from None
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        os.fchmod(descriptor, 0o600)
-        file.write(secrets.token_hex(KEY_BYTES) + "\n")
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o600)
+            file.write(secrets.token_hex(KEY_BYTES) + "\n")
+    except OSError as error:
+        # Half a key would stand in the way of the next attempt.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise ConfigError(f"key file {path} cannot be written: {error.strerror}") from None
 
 
 def read_key_file(path: Path) -> bytes:

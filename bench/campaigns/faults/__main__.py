@@ -19,12 +19,25 @@ import logging
 import tempfile
 from pathlib import Path
 
-from bench.campaigns.faults import all_dead, control_groups, crash_loop, kills, partitions, stops, strangers
+from bench.campaigns.faults import (
+    all_dead,
+    control_groups,
+    crash_loop,
+    damaged_files,
+    failing_calls,
+    kills,
+    partitions,
+    scribblers,
+    stops,
+    strangers,
+)
 from bench.campaigns.faults.campaign import Campaign, Run
 from dflash_moe.cli import options
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = (kills, stops, all_dead, crash_loop, partitions, strangers, control_groups)
+MODULES = (
+    kills, stops, all_dead, crash_loop, partitions, strangers, control_groups, damaged_files, scribblers, failing_calls,
+)  # fmt: skip
 CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in MODULES}
 
 
@@ -41,18 +54,22 @@ def main() -> int:
             continue
         size = given.size or (campaign.quick if given.quick else campaign.size)
         options.say(f"{name}: {campaign.what}: {size} {campaign.unit}")
-        run = run_campaign(campaign, size=size, seed=given.seed)
-        run.write(given.out / f"fault_{name}.json", given.events / f"fault_{name}.jsonl")
+        run = run_campaign(campaign, size=size, seed=given.seed, events_file=given.events / f"fault_{name}.jsonl")
+        run.write(given.out / f"fault_{name}.json")
         for line in shown(run):
             options.say(line)
         is_clean = is_clean and run.is_clean
     return 0 if is_clean else 1
 
 
-def run_campaign(campaign: Campaign, *, size: int, seed: int = 0) -> Run:
-    """Runs one campaign in a folder that is gone afterwards."""
+def run_campaign(campaign: Campaign, *, size: int, seed: int = 0, events_file: Path | None = None) -> Run:
+    """Runs one campaign in a folder that is gone afterwards. Events of a former run are replaced."""
+    if events_file is not None:
+        events_file.parent.mkdir(parents=True, exist_ok=True)
+        events_file.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="dflash-fault-") as folder:
         run = Run.begin(campaign, size=size, seed=seed, folder=Path(folder))
+        run.events_file = events_file
         campaign.run(run)
         return run
 

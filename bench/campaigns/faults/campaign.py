@@ -47,6 +47,8 @@ class Run:
     result: BenchResult
     events: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+    # Where each event is written at once, so that an interrupted run keeps what it saw.
+    events_file: Path | None = None
 
     @classmethod
     def begin(cls, campaign: Campaign, *, size: int, seed: int, folder: Path) -> Run:
@@ -93,13 +95,11 @@ class Run:
         """Whether everything that must hold did."""
         return all(one["met"] for one in self.result.summary if one["decides"])
 
-    def write(self, json_file: Path, events_file: Path) -> None:
-        """Writes the result, and beside it one line for each event."""
+    def write(self, json_file: Path) -> None:
+        """Writes the result."""
         self.result.params |= {"load_after": os.getloadavg()[0], "seconds": round(time.monotonic() - self.began, 1)}
         self.result.complete = True
         self.result.write(json_file)
-        events_file.parent.mkdir(parents=True, exist_ok=True)
-        events_file.write_text("".join(json.dumps(one) + "\n" for one in self.events), encoding="utf-8")
 
 
 def spread(name: str, samples_s: Sequence[float], *, unit_ms: bool = True) -> dict[str, float]:

@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_a_made_key_is_private_and_reads_back(tmp_path: Path) -> None:
     assert len(read_key_file(path)) == 32
     with pytest.raises(ConfigError, match="exists"):
         write_key_file(path)
+
+
+def test_a_key_that_does_not_fit_the_disk_leaves_no_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="key cannot be written: File too large"):
+            write_key_file(tmp_path / "key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "key").exists()
 
 
 def test_a_key_file_others_can_read_is_refused(tmp_path: Path) -> None:
