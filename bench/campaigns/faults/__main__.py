@@ -63,7 +63,9 @@ def main() -> int:
 
 
 def run_campaign(campaign: Campaign, *, size: int, seed: int = 0, events_file: Path | None = None) -> Run:
-    """Runs one campaign in a folder that is gone afterwards. Events of a former run are replaced."""
+    """Runs one campaign in a folder that is gone afterwards. Events of a former run are
+    replaced.
+    """
     if events_file is not None:
         events_file.parent.mkdir(parents=True, exist_ok=True)
         events_file.unlink(missing_ok=True)

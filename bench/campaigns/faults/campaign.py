@@ -59,15 +59,11 @@ class Run:
 
     def event(self, phase: str, **fields: Any) -> None:
         """Notes one event: its phase, and whatever else is known of it (pid, stall_ms, verdict)."""
-        self.events.append(
-            {
-                "campaign": self.name,
-                "seed": self.seed,
-                "at_s": round(time.monotonic() - self.began, 3),
-                "phase": phase,
-                **fields,
-            }
-        )
+        at_s = round(time.monotonic() - self.began, 3)
+        self.events.append({"campaign": self.name, "seed": self.seed, "at_s": at_s, "phase": phase, **fields})
+        if self.events_file is not None:
+            with self.events_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.events[-1]) + "\n")
 
     def row(self, name: str, samples_s: Sequence[float] = (), **fields: Any) -> None:
         """Adds a row to the result. `samples_s` are what is timed in it."""
