@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import errno
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement
 from dflash_moe.placement.numerics import describe_numerics
 from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.audit import Audit
@@ -134,8 +136,12 @@ class ExpertRuntime:
         runtime = cls(placed, overrides=overrides)
         try:
             runtime._open(on_loading)
-        except BaseException:
+        except BaseException as error:
             runtime.close()
+            if isinstance(error, RuntimeError) and "thread" in str(error):
+                raise system_failure(
+                    "a thread of the runtime could not be started", OSError(errno.EAGAIN, str(error))
+                ) from None
             raise
         return runtime
 

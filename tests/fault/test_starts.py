@@ -208,3 +208,18 @@ def test_missing_tensors_are_named_with_worker_and_file(
     with pytest.raises(DflashError, match=r"worker w[01]: .*x\.\d\.down"):
         start(dataclasses.replace(spec, layers=tuple(layers)))
     assert len(started) == 2
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("name", ["dflash-launcher", "dflash-paths", "dflash-workers"])
+def test_a_start_that_gets_no_thread_says_so(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    begin = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(DflashError, match="a thread of the runtime could not be started: can't start new thread"):
+        start(spec)

@@ -5,8 +5,8 @@
  *   fault_seen(KIND)      calls since the last fault_arm
  *
  * A worker is armed at its start by DFLASH_FAIL=KIND:N in its environment, where it is the one that
- * takes away the file named by DFLASH_FAIL_TOKEN. Of allocations only those of the core count, its
- * own and those of its C++ library: the interpreter's are not ours.
+ * takes away the file named by DFLASH_FAIL_TOKEN. Of allocations and mappings only those of the
+ * core count, its own and those of its C++ library: the interpreter's are not ours.
  * SPDX-License-Identifier: Apache-2.0
  */
 #define _GNU_SOURCE
@@ -55,8 +55,13 @@ static int add_range(struct dl_phdr_info* info, size_t size, void* unused) {
   return 0;
 }
 
+/* Finds the core once it is loaded, which it is not when a worker is armed. */
+static void find_core(void) {
+  if (atomic_load(&num_ranges) == 0) dl_iterate_phdr(add_range, NULL);
+}
+
 void fault_arm(int kind, long n) {
-  if (kind == MALLOC && atomic_load(&num_ranges) == 0) dl_iterate_phdr(add_range, NULL);
+  find_core();
   atomic_store(&seen[kind], 0);
   atomic_store(&left[kind], n);
 }
@@ -87,9 +92,8 @@ static int is_ours(const void* caller) {
   return 0;
 }
 
-#define REFUSE_ALLOCATION()                                                              \
-  if (atomic_load(&num_ranges) && is_ours(__builtin_return_address(0)) && fails(MALLOC)) \
-  return errno = ENOMEM, NULL
+#define REFUSE_ALLOCATION() \
+  if (is_ours(__builtin_return_address(0)) && fails(MALLOC)) return errno = ENOMEM, NULL
 
 void* malloc(size_t size) {
   REFUSE_ALLOCATION();
@@ -107,11 +111,12 @@ void* aligned_alloc(size_t alignment, size_t size) {
 /* -- system calls -- */
 
 void* mmap(void* at, size_t length, int rights, int flags, int fd, off_t offset) {
-  if (fails(MMAP)) return errno = ENOMEM, MAP_FAILED;
+  if (is_ours(__builtin_return_address(0)) && fails(MMAP)) return errno = ENOMEM, MAP_FAILED;
   return (void*)syscall(SYS_mmap, at, length, rights, flags, fd, offset);
 }
 void* mmap64(void* at, size_t length, int rights, int flags, int fd, off_t offset) {
-  return mmap(at, length, rights, flags, fd, offset);
+  if (is_ours(__builtin_return_address(0)) && fails(MMAP)) return errno = ENOMEM, MAP_FAILED;
+  return (void*)syscall(SYS_mmap, at, length, rights, flags, fd, offset);
 }
 int memfd_create(const char* name, unsigned flags) {
   if (fails(MEMFD)) return errno = EMFILE, -1;
@@ -130,10 +135,12 @@ ssize_t sendmsg(int fd, const struct msghdr* message, int flags) {
   return syscall(SYS_sendmsg, fd, message, flags);
 }
 ssize_t recv(int fd, void* bytes, size_t length, int flags) {
+  find_core();
   if (fails(RECV)) return errno = ECONNRESET, -1;
   return syscall(SYS_recvfrom, fd, bytes, length, flags, NULL, NULL);
 }
 ssize_t recvmsg(int fd, struct msghdr* message, int flags) {
+  find_core();
   if (fails(RECV)) return errno = ECONNRESET, -1;
   return syscall(SYS_recvmsg, fd, message, flags);
 }
