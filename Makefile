@@ -127,7 +127,7 @@ simulate: core ## failures in virtual time: SEEDS=400 seeds of the real client a
 # What takes longer than CI. The exit status is the verdict.
 # With LLAMA_CPP=DIR and LLAMA_BUILD=DIR, sources and build of a llama.cpp, also what only its own
 # programs can judge.
-campaign: core ## the long proofs: worker processes killed, ten thousand random requests through one engine (15 minutes)
+campaign: core ## the long proofs: worker processes killed, all that can break, ten thousand random requests through one engine (4 hours)
 	@mkdir -p build/campaign
 	@echo "==> worker processes killed and stopped in calls, 1,000 over each transport"
 	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
@@ -135,6 +135,8 @@ campaign: core ## the long proofs: worker processes killed, ten thousand random 
 	@$(BIN)/python bench/campaigns/worker_kills.py --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl
 	@echo "==> workers started anew, added, removed and replaced under load"
 	@$(BIN)/python bench/campaigns/rolling_restarts.py --json build/campaign/rolling_restarts.json --events build/campaign/rolling_restarts.jsonl
+	@echo "==> whatever breaks: workers, files, memory, networks, calls of the system, and a soak"
+	@$(BIN)/python -m bench.campaigns.faults --out build/campaign --events build/campaign
 	@if [ -n "$(LLAMA_CPP)" ]; then \
 	   echo "==> GGUF architectures as llama.cpp's converter writes them"; \
 	   $(BIN)/python bench/campaigns/gguf_architectures.py --llama-src "$(abspath $(LLAMA_CPP))" --out build/campaign/gguf_architectures.json; \

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from bench.documents.recorded import Recorded
 from bench.documents.text import markdown
@@ -29,4 +30,56 @@ def worker_kills(recorded: Recorded) -> str:
     return markdown(head, lines)
 
 
-TABLES: dict[str, Callable[[Recorded], str]] = {"worker-kills": worker_kills}
+# The campaigns over the whole stack, in the order of their table; not every machine can run each.
+CAMPAIGNS = (
+    "kills", "stops", "all-dead", "crash-loop", "partitions", "control-groups", "scribblers", "damaged-files", "strangers",
+    "soak",
+)  # fmt: skip
+FAILING = "fault_failing-calls"
+# The field of a row that says how often something was broken.
+COUNTS = ("kills", "stops", "loops", "cuts", "scribbles", "flips", "events", "restarts", "sessions")
+GOOD, BAD = ("passed", "error", "recovered"), ("untyped", "lasting", "leak", "wrong", "crash", "hang")
+
+
+def faults(recorded: Recorded) -> str:
+    """Writes a line for each row of each campaign over the whole stack."""
+    lines = []
+    for name in CAMPAIGNS:
+        if f"fault_{name}" in recorded.names():
+            lines += [_line(name, row) for row in recorded.rows(f"fault_{name}")]
+    head = ("campaign", "case", "times", "calls", "failed", "wrong bits", "stall p50", "p99", "back or healed at most")
+    return markdown(head, lines)
+
+
+def _line(campaign: str, row: dict[str, Any]) -> tuple[str, ...]:
+    times = sum(row["tries"].values()) if "tries" in row else next((row[key] for key in COUNTS if key in row), "-")
+    back_s = row.get("back_max_s", row.get("healed_max_s"))
+    return (
+        campaign, row["name"], _count(times), _count(row.get("calls", "-")), _count(row.get("failed_calls", "-")),
+        _count(row.get("wrong_results", "-")), *(_ms(row.get(f"stall_{name}_ms")) for name in ("p50", "p99")),
+        "-" if back_s is None else f"{back_s:.2f} s",
+    )  # fmt: skip
+
+
+def _count(value: int | str) -> str:
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def failing_calls(recorded: Recorded) -> str:
+    """Writes how each failing call of the system ended, by place and kind."""
+    rows = recorded.rows(FAILING) if FAILING in recorded.names() else []
+    lines = [
+        (*row["name"].split(", "), str(row["failed_calls_injected"]), *(str(row.get(name, 0)) for name in GOOD),
+         str(sum(row.get(name, 0) for name in BAD)))
+        for row in rows
+    ]  # fmt: skip
+    return markdown(("while", "call", "failed", "unnoticed", "typed error", "error, then well", "anything else"), lines)
+
+
+TABLES: dict[str, Callable[[Recorded], str]] = {
+    "worker-kills": worker_kills, "faults": faults, "failing-calls": failing_calls,
+}  # fmt: skip

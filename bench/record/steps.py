@@ -238,6 +238,28 @@ def _audit(place: Place) -> list[Command]:
     return [_campaign("audit", *_quick(place, [], less), "--json", place.json("audit"))]
 
 
+# How often each fault campaign breaks something in a record; `make campaign` has full sizes.
+FAULTS = {
+    "kills": 40, "stops": 5, "all-dead": 4, "crash-loop": 3, "partitions": 2, "control-groups": 5, "scribblers": 50,
+    "damaged-files": 4, "strangers": 200, "failing-calls": 1, "soak": 5,
+}  # fmt: skip
+# Of each place and kind, of which there are 32, a host of its own begins.
+SLOW_FAULT = "failing-calls"
+
+
+def _faults(place: Place) -> list[Command]:
+    sizes = {**dict.fromkeys(FAULTS, 1), SLOW_FAULT: 0} if place.is_quick else FAULTS
+    fixed: Command = ["--out", place.folder, "--events", place.folder / "events"]
+    module: Command = [sys.executable, "-m", "bench.campaigns.faults"]
+    return [[*module, name, "--size", size, *fixed] for name, size in sizes.items()]
+
+
+def _lacks_for_faults() -> str:
+    from bench.campaigns.faults.__main__ import CAMPAIGNS
+
+    return next((reason for name in FAULTS if (reason := CAMPAIGNS[name].lacking())), "")
+
+
 def _lacks_kill_program() -> str:
     is_built = (ROOT / "build" / "tests" / "worker_kills").is_file()
     return "" if is_built else "the program that kills workers (cmake --build build/tests --target worker_kills)"
@@ -422,6 +444,7 @@ STEPS: tuple[Step, ...] = (
     Step("worker-kills", ("worker_kills",), 2, _worker_kills, lacking=_lacks_kill_program),
     Step("rolling-restarts", ("rolling_restarts",), 4, _rolling_restarts),
     Step("audit", ("audit",), 2, _audit),
+    Step("faults", tuple(f"fault_{name}" for name in FAULTS), 8, _faults, lacking=_lacks_for_faults),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),

@@ -53,7 +53,7 @@ def main() -> int:
         if reason := campaign.lacking():
             options.say(f"{name}: skipped: {reason}")
             continue
-        size = given.size or (campaign.quick if given.quick else campaign.size)
+        size = given.size if given.size is not None else campaign.quick if given.quick else campaign.size
         options.say(f"{name}: {campaign.what}: {size} {campaign.unit}")
         run = run_campaign(campaign, size=size, seed=given.seed, events_file=given.events / f"fault_{name}.jsonl")
         run.write(given.out / f"fault_{name}.json")
