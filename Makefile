@@ -137,6 +137,8 @@ campaign: core ## the long proofs: worker processes killed, all that can break, 
 	@$(BIN)/python bench/campaigns/rolling_restarts.py --json build/campaign/rolling_restarts.json --events build/campaign/rolling_restarts.jsonl
 	@echo "==> whatever breaks: workers, files, memory, networks, calls of the system, and a soak"
 	@$(BIN)/python -m bench.campaigns.faults --out build/campaign --events build/campaign
+	@echo "==> all workers killed, 150 times each with and without a restart, and only the host left"
+	@$(BIN)/python bench/campaigns/fallback_kills.py --json build/campaign/fallback_kills.json --events build/campaign/fallback_kills.jsonl
 	@if [ -n "$(LLAMA_CPP)" ]; then \
 	   echo "==> GGUF architectures as llama.cpp's converter writes them"; \
 	   $(BIN)/python bench/campaigns/gguf_architectures.py --llama-src "$(abspath $(LLAMA_CPP))" --out build/campaign/gguf_architectures.json; \

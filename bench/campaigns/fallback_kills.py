@@ -1,4 +1,4 @@
-"""All workers are killed while calls are under way, and nobody but the host's own processor is left:
+"""All workers are killed while calls are under way, and nobody but the host's processor is left:
 no call fails, no bit changes, and what the host computed is counted. One JSON, and one JSON line
 for each event where a file is named.
 
@@ -6,7 +6,7 @@ for each event where a file is named.
         [--events FILE] [--json bench/results/fallback_kills.json]
 
 Two workers of a tiny model hold one half of each layer's experts each; there are no replicas. In an
-event both get SIGKILL at a random moment of a call. The call's stall is what it takes beyond the
+event both get SIGKILL at a random moment of a call. Its stall is what the call takes beyond the
 median of undisturbed calls of its size; a few more calls follow, and the longest stall counts. Then
 the workers come back: by themselves (restart on), or because they are released (restart off), and
 until then every call is the host's. The first event also maps the experts. Exit status 1 where a
@@ -194,9 +194,9 @@ def _call(runtime: ExpertRuntime, load: Load, event: dict[str, Any]) -> None:
 
 def _shown(row: dict[str, Any]) -> str:
     return (
-        f"{row['name']}: {row['events']} times all of {len(WORKERS)} workers killed, {row['calls']} calls: {row['failed_calls']} "
-        f"failed, {row['wrong_bits']} wrong bits, {row['fallback_calls']} requests computed by the host; stall p50 "
-        f"{row['stall_p50_ms']:.1f} ms, p99 {row['stall_p99_ms']:.1f} ms, max {row['stall_max_ms']:.1f} ms"
+        f"{row['name']}: {row['events']} times all of {len(WORKERS)} workers killed, {row['calls']} calls: "
+        f"{row['failed_calls']} failed, {row['wrong_bits']} wrong bits, {row['fallback_calls']} requests computed by the host; "
+        f"stall p50 {row['stall_p50_ms']:.1f} ms, p99 {row['stall_p99_ms']:.1f} ms, max {row['stall_max_ms']:.1f} ms"
     )
 
 

@@ -12,6 +12,7 @@ from bench.documents.recorded import Recorded
 from bench.documents.text import markdown
 
 KILLS = "worker_kills"
+FALLBACK = "fallback_kills"
 # The prefix of an event's figures, and what it is called.
 EVENTS = {"": ("kills", "killed"), "stop_": ("stops", "stopped"), "lone_": ("lone_kills", "killed, the only holder")}
 
@@ -80,6 +81,20 @@ def failing_calls(recorded: Recorded) -> str:
     return markdown(("while", "call", "failed", "unnoticed", "typed error", "error, then well", "anything else"), lines)
 
 
+def fallback_kills(recorded: Recorded) -> str:
+    """Writes what it costs that all workers are killed and only the host is left."""
+    lines = [
+        (
+            row["name"].removeprefix("restart "), f"{row['events']:,}", f"{row['calls']:,}", str(row["failed_calls"]),
+            str(row["wrong_bits"]), f"{row['fallback_calls']:,}",
+            *(f"{row[f'stall_{name}_ms']:.1f} ms" for name in ("p50", "p99", "max")),
+        )
+        for row in recorded.rows(FALLBACK)
+    ]  # fmt: skip
+    head = ("restart", "times", "calls", "failed calls", "wrong bits", "requests to the host", "stall p50", "p99", "max")
+    return markdown(head, lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
-    "worker-kills": worker_kills, "faults": faults, "failing-calls": failing_calls,
+    "worker-kills": worker_kills, "fallback-kills": fallback_kills, "faults": faults, "failing-calls": failing_calls,
 }  # fmt: skip

@@ -233,6 +233,7 @@ def _row(params: FaultParams, runtime: ExpertRuntime, events: _Events, processes
         "left_descriptors": max(0, descriptors),
         "failovers": totals["failovers"],
         "hedges": totals["hedges"],
+        "fallback_calls": runtime.stats()["fallback"]["calls"],
         "first_error": events.first_error,
         **timing_fields(stalls),
         "back_samples_s": events.back_s,

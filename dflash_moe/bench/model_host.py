@@ -93,7 +93,10 @@ def _open(
     from dflash_moe.engine.host_model import open_host
 
     runtime = stack.enter_context(
-        ExpertRuntime.start(topology, model=directory, on_loading=recorder.reporter.loading, **overrides)
+        # A measurement of workers ends when one is lost; the host would give other figures.
+        ExpertRuntime.start(
+            topology, model=directory, on_loading=recorder.reporter.loading, **{"host_fallback": "none", **overrides}
+        )
     )
     model, sides = open_host(directory, runtime, micro_batches=micro_batches), Sides.of(topology, overrides)
     keeps_torch = model.packed is None or bool(model.report.not_taken)

@@ -14,6 +14,7 @@ import typer
 
 from dflash_moe.cli import options, probes
 from dflash_moe.cli.probe_host_operators import host_operator_lines, probe_host_operators
+from dflash_moe.cli.probe_remedies import probe_libssl, probe_remedies, remedy_lines
 from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
 from dflash_moe.config import Settings, format_bytes, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
@@ -85,7 +86,8 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     machine |= {"threads": _planned_threads(planned, planned_for, settings), "numa_nodes": numa_nodes()}
     machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
     machine |= {"torch_backends": probes.torch_backends()}
-    machine |= {"on_worker_loss": on_worker_loss(settings)}
+    machine |= {"on_worker_loss": on_worker_loss(settings), "libssl": probe_libssl()}
+    machine |= {"remedies": probe_remedies(planned, settings)}
     problems += socket_problems(machine["sockets"])
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
@@ -221,6 +223,7 @@ def print_findings(found: dict[str, Any]) -> None:
         *host_operator_lines(found["host_operators"]),
         *socket_lines(machine["sockets"], machine["timeouts"]),
         f"losses     {machine['on_worker_loss']}",
+        *remedy_lines(machine["remedies"], machine["libssl"]),
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
     ]
     typer.echo("\n".join(lines) + "\n")

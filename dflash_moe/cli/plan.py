@@ -34,10 +34,18 @@ def plan(
     """
     directory = options.model_directory(model)
     options.prepare_outputs(write)
+    from dflash_moe.config import resolve_settings
     from dflash_moe.engine.fitted import fit_here
+    from dflash_moe.model.spec import model_spec
+    from dflash_moe.placement import plan_placement
+    from dflash_moe.placement.remedies import shard_remedies
     from dflash_moe.topology.write import to_yaml
 
     topology = fit_here(directory, overrides).topology
+    layers = model_spec(directory).layers
+    typer.echo("where a worker is lost:")
+    for line in shard_remedies(layers, plan_placement(layers, topology), topology, resolve_settings(None, **overrides)):
+        typer.echo(f"  {line}")
     if write is not None:
         try:
             write.write_text(to_yaml(topology), encoding="utf-8")

@@ -236,7 +236,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock self._lock": "bounded: held over one call of the client, which takes its turn for microseconds",
     },
     "dflash_moe/runtime/host_fallback.py": {
-        "lock self._lock": "bounded: held over fields of stand-ins and a thread that is made and not started",
+        "lock self._lock": "bounded: held over fields of stand-ins and a thread that is made, not started",
     },
     "dflash_moe/runtime/launcher.py": {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",

@@ -205,7 +205,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def test_a_worker_killed_in_a_step_ends_it_as_lost_and_a_new_runtime_goes_on(spec):
-    with ExpertRuntime.start(topology(), model=spec, restart=False) as runtime:
+    with ExpertRuntime.start(topology(), model=spec, restart=False, host_fallback="none") as runtime:
         expected = bits(runtime.experts(0, *batch(4)))
         hidden, ids, weights = batch(4)
         alone = bits(runtime.experts(0, hidden, torch.full_like(ids, NUM_EXPERTS - 1), weights))
@@ -227,7 +227,7 @@ def test_a_worker_killed_in_a_step_ends_it_as_lost_and_a_new_runtime_goes_on(spe
 
 
 def test_a_worker_killed_in_a_step_is_back_for_a_later_one(spec):
-    with ExpertRuntime.start(topology(), model=spec, park_s=PROMPT_S) as runtime:
+    with ExpertRuntime.start(topology(), model=spec, park_s=PROMPT_S, host_fallback="none") as runtime:
         expected = bits(runtime.experts(0, *batch(4)))
         with pytest.raises(WorkerLost, match=r"worker near"), runtime.device_step() as step:  # noqa: PT012
             step.experts(0, *batch(4))

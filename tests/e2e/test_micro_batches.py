@@ -139,7 +139,7 @@ def test_a_failing_half_stops_the_other_and_undoes_the_step(packed, name, second
 
 @pytest.mark.parametrize("name", ["two prompts", "one prompt"])
 def test_a_worker_that_is_killed_ends_both_halves_and_undoes_the_step(name, monkeypatch):
-    with start("qwen3_moe", "bf16", "shared", restart=False) as runtime:
+    with start("qwen3_moe", "bf16", "shared", restart=False, host_fallback="none") as runtime:
         packed = open_host(checkpoint("qwen3_moe", "bf16"), runtime).packed
         free, right, killed = packed.blocks.num_free, BoundExperts.run, []
 
