@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_moe import ConfigError, ExpertRuntime, Topology, WorkerError, WorkerLost
+from dflash_moe import ConfigError, ExpertRuntime, Topology, WorkerError, WorkerLost, _core
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from tests.fault.conftest import freeze, wait_until
@@ -41,6 +42,12 @@ FAR: dict[str, Any] = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "park_s"
 def steps_spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     directory = tmp_path_factory.mktemp("steps")
     return tiny_checkpoint(directory, hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, num_layers=LAYERS)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has no worker suspected that a busy machine only holds up: steps would be replayed for it."""
+    monkeypatch.setattr(_core, "Client", functools.partial(_core.Client, suspect_s=80.0))
 
 
 def start(spec: ModelSpec, replicas: int = 2, device: str = CARD, address: str = "", **options: Any) -> ExpertRuntime:
@@ -108,6 +115,7 @@ def leased(runtime: ExpertRuntime) -> set[str]:
     return {report["name"] for report in runtime._client.workers() if report["path"] == "leased"}
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_step_whose_worker_is_killed_is_replayed_and_the_next_is_the_devices_again(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 4)
     with start(steps_spec, restart=False) as runtime:
@@ -124,6 +132,7 @@ def test_a_step_whose_worker_is_killed_is_replayed_and_the_next_is_the_devices_a
             assert leased(runtime) == {"w0"}
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_worker_that_is_back_is_asked_by_the_next_step(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 3)
     with start(steps_spec) as runtime:
@@ -153,6 +162,7 @@ def test_a_stopped_worker_ends_the_step_long_before_it_counts_as_lost(steps_spec
         assert loop.step() == right[1]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_lost_worker_that_the_step_does_not_ask_changes_nothing(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 3)
     with start(steps_spec, restart=False) as runtime:
@@ -167,6 +177,7 @@ def test_a_lost_worker_that_the_step_does_not_ask_changes_nothing(steps_spec: Mo
         assert counts(runtime) == (3, 0, 0)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_only_holder_is_waited_for_where_somebody_brings_it_back(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 3)
     with start(steps_spec, 1) as runtime:
@@ -178,6 +189,7 @@ def test_the_only_holder_is_waited_for_where_somebody_brings_it_back(steps_spec:
         assert counts(runtime)[1] == 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_without_a_holder_the_error_is_typed_and_names_the_worker(steps_spec: ModelSpec) -> None:
     with start(steps_spec, 1, restart=False) as runtime:
         loop = Loop(runtime)
@@ -189,6 +201,7 @@ def test_without_a_holder_the_error_is_typed_and_names_the_worker(steps_spec: Mo
         assert counts(runtime) == (1, 1, 1), "no step begins without a holder"
 
 
+@pytest.mark.usefixtures("patient")
 def test_numbers_of_the_caller_and_errors_of_the_work_are_not_replayed(steps_spec: ModelSpec) -> None:
     with start(steps_spec, dtype="f16") as runtime:
         hidden, ids, weights = routed_batch(2, HIDDEN, EXPERTS, TOP_K, seed=1)
@@ -210,6 +223,7 @@ def test_numbers_of_the_caller_and_errors_of_the_work_are_not_replayed(steps_spe
         assert len(Loop(runtime).step()) == 4 * LAYERS * 4 * HIDDEN
 
 
+@pytest.mark.usefixtures("patient")
 def test_where_there_are_no_steps_the_work_makes_plain_calls(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 2)
     with start(steps_spec, address=", address: unix") as runtime:
@@ -222,6 +236,7 @@ def test_where_there_are_no_steps_the_work_makes_plain_calls(steps_spec: ModelSp
         assert Loop(runtime).step() == right[0]
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_interrupt_just_before_the_block_leaves_the_runtime_usable(
     steps_spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
