@@ -8,11 +8,11 @@ one, by a replay with plain calls where it must, and the next one is the device'
 Three worker processes on the CPU hold every shard twice (`replicas`), or one holds all (`lone`,
 whose steps wait for its restart). A step calls each layer of a small model with the former layer's
 result. A fault is a SIGKILL, a SIGSTOP (sent on once the step has ended) or a Ctrl-C in the thread
-of the step, which the caller answers by repeating the step. It comes a drawn time after the begin of
-a drawn layer's call, up to what a call takes; a few thus come after the step. A step's stall is what
-it takes beyond the median of undisturbed steps. The same seed draws the same faults. Exit status 1
-where a step failed, bits differ, or steps did not return to the device; times are shown against
-their goal and decide nothing, since they are the machine's.
+of the step, which the caller answers by repeating the step. It comes a drawn time after the begin
+of a drawn layer's call, up to what a call takes; a few thus come after the step. A step's stall is
+what it takes beyond the median of undisturbed steps. The same seed draws the same faults. Exit
+status 1 where a step failed, bits differ, or steps did not return to the device; times are shown
+against their goal and decide nothing, since they are the machine's.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -245,7 +245,8 @@ def _shown(row: dict[str, Any]) -> str:
         f"{row['name']}: {row['faults']} faults, {row['replays']} steps replayed, {row['failed_steps']} failed, "
         f"{row['wrong_bits']} with wrong bits, {row['not_back']} not back on the device; a step takes "
         f"{row['usual_step_ms']:.1f} ms, stall p50 {row['stall_p50_ms']:.1f} ms, p99 {row['stall_p99_ms']:.1f} ms, "
-        f"max {row['stall_max_ms']:.0f} ms; all well again after {row['back_p50_ms']:.0f} ms, at most {row['back_max_ms']:.0f} ms"
+        f"max {row['stall_max_ms']:.0f} ms; all well again after {row['back_p50_ms']:.0f} ms, at most "
+        f"{row['back_max_ms']:.0f} ms"
     )
 
 

@@ -15,6 +15,9 @@ KILLS = "worker_kills"
 FALLBACK = "fallback_kills"
 # The prefix of an event's figures, and what it is called.
 EVENTS = {"": ("kills", "killed"), "stop_": ("stops", "stopped"), "lone_": ("lone_kills", "killed, the only holder")}
+DEVICE_STEPS = "device_step_faults"
+HOLDERS = {"replicas": "two", "lone": "one"}
+STEP_FAULTS = {"kill": "worker killed", "stop": "worker stopped", "interrupt": "Ctrl-C at the host"}
 
 
 def worker_kills(recorded: Recorded) -> str:
@@ -95,6 +98,20 @@ def fallback_kills(recorded: Recorded) -> str:
     return markdown(head, lines)
 
 
+def device_step_faults(recorded: Recorded) -> str:
+    """Writes what faults inside of device steps cost these steps."""
+    lines = [
+        (
+            HOLDERS[row["scene"]], STEP_FAULTS[row["kind"]], str(row["faults"]), str(row["replays"]), str(row["failed_steps"]),
+            str(row["wrong_bits"]), *(f"{row[f'stall_{name}_ms']:.0f} ms" for name in ("p50", "p99", "max")),
+        )
+        for row in recorded.rows(DEVICE_STEPS)
+    ]  # fmt: skip
+    head = ("holders of a shard", "fault", "times", "replayed", "failed", "with wrong bits", "stall p50", "p99", "max")
+    return markdown(head, lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "worker-kills": worker_kills, "fallback-kills": fallback_kills, "faults": faults, "failing-calls": failing_calls,
+    "device-step-faults": device_step_faults,
 }  # fmt: skip

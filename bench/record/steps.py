@@ -264,6 +264,11 @@ def _fallback_kills(place: Place) -> list[Command]:
     return [_campaign("fallback_kills", *_quick(place, [], ["--kills", 2]), "--json", place.json("fallback_kills"))]
 
 
+def _device_step_faults(place: Place) -> list[Command]:
+    less: Command = ["--faults", 4, "--lone-faults", 1]
+    return [_campaign("device_step_faults", *_quick(place, [], less), "--json", place.json("device_step_faults"))]
+
+
 def _lacks_kill_program() -> str:
     is_built = (ROOT / "build" / "tests" / "worker_kills").is_file()
     return "" if is_built else "the program that kills workers (cmake --build build/tests --target worker_kills)"
@@ -450,6 +455,7 @@ STEPS: tuple[Step, ...] = (
     Step("audit", ("audit",), 2, _audit),
     Step("faults", tuple(f"fault_{name}" for name in FAULTS), 8, _faults, lacking=_lacks_for_faults),
     Step("fallback-kills", ("fallback_kills",), 12, _fallback_kills),
+    Step("device-step-faults", ("device_step_faults",), 4, _device_step_faults),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),

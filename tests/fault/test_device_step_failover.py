@@ -224,6 +224,52 @@ def test_numbers_of_the_caller_and_errors_of_the_work_are_not_replayed(steps_spe
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.transformers
+def test_a_models_tokens_stay_the_same_through_a_replay(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from transformers import DynamicCache
+
+    from dflash_moe.integrations.transformers import load_model
+    from dflash_moe.model.make import make_checkpoint
+    from dflash_moe.testing.families import tiny_options
+
+    make_checkpoint(tiny_options("qwen3_moe", "f32"), tmp_path)
+    topology = Topology.parse(TOPOLOGY % (CARD, 2, "", ""))
+    with ExpertRuntime.start(topology, model=tmp_path, **FAR) as runtime:
+        model = load_model(tmp_path, runtime)
+
+        def crop(cache: Any, length: int) -> None:
+            for layer in cache.layers:  # a step may end between two layers
+                layer.crop(length - layer.get_seq_length())
+
+        def generate() -> list[bytes]:
+            cache, found = DynamicCache(config=model.config), []
+            token = torch.arange(80).reshape(8, 10)
+            with torch.inference_mode():
+                logits = model(input_ids=token, past_key_values=cache).logits
+                for _ in range(4):
+                    token, length = logits[:, -1:].argmax(-1), cache.get_seq_length()
+                    forward = functools.partial(model, input_ids=token, past_key_values=cache)
+                    logits = runtime.run_step(forward, undo=functools.partial(crop, cache, length)).logits
+                    assert cache.get_seq_length() == length + 1
+                    found.append(logits.numpy().tobytes())
+            return found
+
+        right = generate()
+        layers_done: list[None] = []
+
+        def strike(*_arguments: Any) -> None:
+            layers_done.append(None)
+            if len(layers_done) == 3:  # in the second step, behind the prompt and the first one
+                kill(runtime, "w1")
+
+        model.get_decoder().layers[0].register_forward_hook(strike)
+        assert generate() == right
+        assert counts(runtime)[1] == 1
+
+
+@pytest.mark.usefixtures("patient")
 def test_where_there_are_no_steps_the_work_makes_plain_calls(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 2)
     with start(steps_spec, address=", address: unix") as runtime:
