@@ -66,8 +66,15 @@ MINOR_1: dict[str, dict[str, object]] = {
 }
 # Minor version 2 added these.
 MINOR_2: dict[str, dict[str, object]] = {
+    "Hello": {"scrub_s": 3600.0},
     "HelloReply": {"kept_bytes": 1 << 29},
-}
+    "ComputeRow": {
+        "layer": 1, "shard": 2, "local_expert_ids": (0, 3), "weights": b"\0\0\0?\0\0\x80>", "row": b"\x80?\0@",
+        "row_dtype": "bf16", "reply_dtype": "f32",
+    },
+    "RowComputed": {"layer": 1, "shard": 2, "row": b"\0\0\x80?\0\0\0@"},
+    "WeightsChanged": {"layer": 1, "shard": 2, "local_expert_id": 3, "failure": "model.safetensors: cannot be read"},
+}  # fmt: skip
 
 
 def session(*minors: dict[str, dict[str, object]]) -> list[Message]:
