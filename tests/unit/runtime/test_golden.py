@@ -1,5 +1,5 @@
-"""Golden rows and the audit's questions, with holders that are only pretended: what is drawn, who is
-believed, and what the host computes itself.
+"""Golden rows and questions of the audit, with pretended holders: what is drawn, who is believed,
+and what the host computes itself.
 
 SPDX-License-Identifier: Apache-2.0
 """
