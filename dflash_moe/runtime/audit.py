@@ -95,6 +95,7 @@ class Audit:
         self._num_host_mismatches = 0
         self._num_undecided = 0
         self._lock = threading.Lock()
+        self._is_started = False
         self._is_over = threading.Event()
         try:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -107,8 +108,14 @@ class Audit:
 
     def start(self) -> None:
         """Begins to compute rows again, unless the budget is 0."""
+        self._is_started = True
         if self._cpu > 0 and any(member.session is not None for member in self._fleet.members.values()):
-            self._thread.start()
+            self._begin()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread.ident is None:
+                self._thread.start()
 
     def call_off(self) -> None:
         """Ends the thread; never raises, and does nothing in a forked child."""
@@ -183,12 +190,16 @@ class Audit:
         """Returns a channel that the audit sees. Experts in this process are computed by the code
         that would compute them again.
         """
-        if self._fleet.members[name].session is None:
+        if self._fleet.member_of(name).session is None:
             return channel
         with self._lock:
             one = self._of(name)
             if one.num_left <= 0:
                 self._arm(one, num_skipped=0)
+        if self._is_started:
+            self._begin()
+        # The thread has to look at the copies of a worker that was added.
+        self._ring()
         return _core.make_tapped(channel, one.tap)
 
     def _arm(self, one: _Watched, *, num_skipped: int) -> None:
@@ -308,12 +319,13 @@ class Audit:
             computed = self._twin.compute(held, question)
             if computed is not None:
                 return computed
-        architecture = self._fleet.members[name].architecture
         for other in self._held():
             theirs = self._shard_of(other, held.layer.index, held.shard_id) if other != name else None
-            if theirs is None or self._fleet.members[other].architecture != architecture:
+            if theirs is None:
                 continue
-            with suppress(DflashError):
+            with suppress(DflashError):  # one of the two was removed or lost meanwhile
+                if self._fleet.architecture_of(other) != self._fleet.architecture_of(name):
+                    continue
                 computed = self._fleet.ask_row(other, theirs, question)
                 if computed is not None:
                     return computed

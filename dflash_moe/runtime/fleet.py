@@ -397,24 +397,33 @@ class Fleet:
         None where it cannot be asked. Errors: WorkerLost, WorkerTimeout, ProtocolError; those with
         which it refuses.
         """
-        session = self.members[holder].session
+        session = self.member_of(holder).session
         if session is None:
             return None
         return session.compute_row(question.as_message(held), timeout_s=self._settings.call_timeout_s)
 
     def architecture_of(self, holder: str) -> str:
         """Returns what a holder computes with: a kernel set, or the architecture of its card."""
-        return self.members[holder].architecture
+        return self.member_of(holder).architecture
 
     def ask_checksum(self, holder: str, held: HeldShard) -> tuple[int | None, int]:
         """Asks a holder for the content checksum of one of its shards. Returns it, or None as long
         as the shard is unchecked, and how many of its experts have been read. Errors are those of
         `HostSession.ask_checksum`.
         """
-        member = self.members[holder]
+        member = self.member_of(holder)
         if member.local is not None:
             return member.local.ask_checksum(held.layer.index, held.shard_id)
         return _session(member).ask_checksum(held.layer.index, held.shard_id, timeout_s=self._settings.call_timeout_s)
+
+    def member_of(self, name: str) -> Member:
+        """Returns a member, or a worker that is just being added. Raises WorkerLost for one that
+        was removed meanwhile.
+        """
+        found = self.members.get(name) or self.arriving.get(name)
+        if found is None:
+            raise WorkerLost(f"worker {name} was removed", worker=name)
+        return found
 
     def attach(self, member: Member, slots: _core.SlotPlan, limit_s: float | None = None) -> tuple[_core.Channel, int, int]:
         """Makes a fresh data path to a member, whose former path is served no more. The worker has
