@@ -60,7 +60,6 @@ class Outvote(Protocol):
 class _Watched:
     """What the audit knows of one worker."""
 
-    tap: _core.Tap
     num_left: int = 0
     num_bytes: int = 0
     audited_rows: int = 0
@@ -91,6 +90,7 @@ class Audit:
         self._twin = HostTwin(path, isa)
         self._third = HostTwin(path, REFERENCE)
         self._watched: dict[str, _Watched] = {}
+        self._taps: dict[str, _core.Tap] = {}
         self._rows: deque[tuple[str, ExchangedRow]] = deque()
         self._num_host_mismatches = 0
         self._num_undecided = 0
@@ -131,6 +131,8 @@ class Audit:
         if self._fleet.owner.is_here and not self._thread.is_alive():
             with self._lock:
                 bell, self._bell = self._bell, -1
+                # Their channels go with the client.
+                self._taps.clear()
             if bell >= 0:
                 os.close(bell)
 
@@ -182,9 +184,7 @@ class Audit:
     # -- what is seen ------------------------------------------------------------------------------
 
     def _of(self, name: str) -> _Watched:
-        if name not in self._watched:
-            self._watched[name] = _Watched(_core.Tap())
-        return self._watched[name]
+        return self._watched.setdefault(name, _Watched())
 
     def _watch(self, name: str, channel: _core.Channel) -> _core.Channel:
         """Returns a channel that the audit sees. Experts in this process are computed by the code
@@ -194,17 +194,19 @@ class Audit:
             return channel
         with self._lock:
             one = self._of(name)
-            if one.num_left <= 0:
-                self._arm(one, num_skipped=0)
+            tap = self._taps.get(name)
+            if tap is None:
+                tap = self._taps[name] = _core.Tap()
+                self._arm(one, tap, num_skipped=0)
         if self._is_started:
             self._begin()
         # The thread has to look at the copies of a worker that was added.
         self._ring()
-        return _core.make_tapped(channel, one.tap)
+        return _core.make_tapped(channel, tap)
 
-    def _arm(self, one: _Watched, *, num_skipped: int) -> None:
+    def _arm(self, one: _Watched, tap: _core.Tap, *, num_skipped: int) -> None:
         one.num_left, one.num_bytes = BURST_EXCHANGES, 0
-        one.tap.arm(num_skipped, BURST_EXCHANGES, BURST_BYTES)
+        tap.arm(num_skipped, BURST_EXCHANGES, BURST_BYTES)
 
     def _ring(self) -> None:
         with self._lock, suppress(OSError):
@@ -236,25 +238,27 @@ class Audit:
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
         with self._lock:
-            watched = list(self._watched.items())
-        for _, one in watched:
-            poller.register(one.tap.fileno(), select.POLLIN)
+            taps = list(self._taps.items())
+        for _, tap in taps:
+            poller.register(tap.fileno(), select.POLLIN)
         # Nothing but a copy or the end has to wake this thread.
         awoken = {descriptor for descriptor, _ in poller.poll()}
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        for name, one in watched:
-            if one.tap.fileno() in awoken:
-                self._take(name, one)
+        for name, tap in taps:
+            if tap.fileno() in awoken:
+                self._take(name, tap)
 
-    def _take(self, name: str, one: _Watched) -> None:
-        for request, reply in one.tap.take():
+    def _take(self, name: str, tap: _core.Tap) -> None:
+        with self._lock:
+            one = self._of(name)
+        for request, reply in tap.take():
             one.num_left -= 1
             one.num_bytes += len(request)
             first = self._rng.randrange(1 << 16)
             self._rows.extend((name, row) for row in self._rows_of(request, reply, first))
         if one.num_left <= 0 or one.num_bytes >= BURST_BYTES // 2:
-            self._arm(one, num_skipped=self._rng.randrange(MOST_SKIPPED))
+            self._arm(one, tap, num_skipped=self._rng.randrange(MOST_SKIPPED))
 
     def _rows_of(self, request: bytes, reply: bytes, first: int) -> Iterator[ExchangedRow]:
         yield from exchanged_rows(request, reply, first=first, at_most=ROWS_OF_AN_EXCHANGE)
@@ -335,4 +339,6 @@ class Audit:
         """Drops what was seen of a worker before it was taken out."""
         self._rows = deque(row for row in self._rows if row[0] != name)
         with self._lock:
-            self._arm(self._of(name), num_skipped=0)
+            tap = self._taps.get(name)
+            if tap is not None:
+                self._arm(self._of(name), tap, num_skipped=0)

@@ -275,6 +275,32 @@ def test_a_loss_between_the_path_and_the_word_of_it_is_not_forgotten() -> None:
     assert (member.state, member.reason) == (State.LOST, "hung up")
 
 
+def test_an_outvoted_member_is_tried_once_more_and_then_left_alone() -> None:
+    member = fresh()
+    make_ready(member, 0.0)
+    for time_of, expected in ((1.0, State.WAITING), (2.0, State.QUARANTINED)):
+        orders = member.on(Event(Happening.OUTVOTED, member.attempt, "wrong numbers"), time_of)
+        assert [order.task for order in orders] == [Task.END]
+        member.on(Event(Happening.ENDED, member.attempt), time_of)
+        assert (member.state, member.reason) == (expected, "wrong numbers")
+        if expected is State.WAITING:
+            member.on(Event(Happening.DUE), member.next_try)
+            member.on(Event(Happening.STARTED, member.attempt), member.next_try)
+            member.on(Event(Happening.JOINED, member.attempt), member.next_try)
+            assert (member.state, member.num_outvoted) == (State.READY, 1)
+    member.on(Event(Happening.RELEASED), 3.0)
+    assert (member.state, member.num_outvoted) == (State.STARTING, 0)
+
+
+def test_the_last_outvote_leaves_a_member_alone_at_once_and_one_that_is_not_ready_ignores_it() -> None:
+    member = fresh()
+    make_ready(member, 0.0)
+    member.on(Event(Happening.OUTVOTED, member.attempt, "bad memory", is_last=True), 1.0)
+    assert member.on(Event(Happening.OUTVOTED, member.attempt, "again"), 1.0) == []
+    member.on(Event(Happening.ENDED, member.attempt), 1.0)
+    assert (member.state, member.reason) == (State.QUARANTINED, "bad memory")
+
+
 def test_a_removed_member_is_drained_and_then_gone() -> None:
     member = fresh()
     make_ready(member, 0.0)

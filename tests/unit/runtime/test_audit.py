@@ -1,0 +1,146 @@
+"""The audit's verdicts with a pretended fleet: who is outvoted, when nobody is, and what it makes
+of weights that changed in a worker's memory.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dflash_moe import _core
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.placement import plan_placement
+from dflash_moe.runtime.audit import DAY_S, Audit
+from dflash_moe.runtime.golden import Unproven
+from dflash_moe.runtime.held_shards import HeldShard, shards_by_holder
+from dflash_moe.runtime.host_twin import HostTwin
+from dflash_moe.runtime.owner import Owner
+from dflash_moe.runtime.row_questions import RowQuestion, drawn_rows
+from dflash_moe.topology import Topology
+from tests.expert_cases import make_checkpoint, tiny_spec
+
+
+class Scene:
+    """An audit of one worker, w0, whose rows it is handed directly; `w1` holds the same shards."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.out: list[tuple[str, str, bool]] = []
+        self.others: dict[str, bytes] = {}
+        shards = shards_by_holder(spec, plan_placement(spec.layers, Topology.local(num_workers=1)))["w0"]
+        self.held = shards[0]
+        (self.question,) = drawn_rows(self.held)
+        self.fleet = SimpleNamespace(
+            owner=Owner(),
+            golden=SimpleNamespace(unproven=deque(), num_compared=0, num_mismatches=0),
+            members={name: SimpleNamespace(session=object(), architecture="x") for name in ("w0", "w1")},
+            ask_row=self._ask,
+        )
+        self.audit = Audit(
+            self.fleet,
+            Path(spec.path),
+            lambda: {"w0": shards, "w1": shards},
+            isa=_core.best_isa(),
+            cpu=1.0,
+            outvote=self._outvote,
+        )
+        right = HostTwin(Path(spec.path), _core.best_isa()).compute(self.held, self.question)
+        assert right is not None
+        self.right = right
+        self.wrong = bytes([right[0] ^ 1]) + right[1:]
+
+    def _ask(self, holder: str, _held: HeldShard, _question: RowQuestion) -> bytes | None:
+        return self.others.get(holder)
+
+    def _outvote(self, name: str, reason: str, *, is_last: bool = False) -> None:
+        self.out.append((name, reason, is_last))
+
+    def judge(self, answer: bytes) -> None:
+        self.fleet.golden.unproven.append(Unproven(self.held, self.question, answer, "w0"))
+        assert self.audit._audit_next()
+        assert not self.audit._audit_next()
+
+    def told(self) -> dict[str, object]:
+        found: dict[str, object] = self.audit.stats()["workers"]["w0"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return tiny_spec(make_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def scene(spec: ModelSpec) -> Iterator[Scene]:
+    made = Scene(spec)
+    yield made
+    made.audit.call_off()
+    made.audit.close()
+
+
+def test_a_right_answer_is_good_news(scene: Scene) -> None:
+    scene.judge(scene.right)
+    assert not scene.out
+    assert scene.told()["audited_rows"] == 1
+    assert scene.told()["last_good"] is not None
+
+
+def test_host_and_reference_outvote_a_worker(scene: Scene) -> None:
+    scene.judge(scene.wrong)
+    ((name, reason, is_last),) = scene.out
+    assert (name, is_last) == ("w0", False)
+    assert "outvoted: layer 0" in reason
+    assert "the first at column 0" in reason
+    assert scene.audit.stats()["mismatches"] == 1
+
+
+def test_a_host_that_computes_wrongly_takes_nobody_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.audit._twin, "compute", lambda _held, _question: scene.wrong)
+    scene.judge(scene.right)
+    assert not scene.out
+    assert scene.audit.stats()["host_wrong"] == 1
+
+
+def test_where_all_three_differ_nobody_is_taken_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.audit._twin, "compute", lambda _held, _question: scene.wrong[::-1])
+    scene.judge(scene.wrong)
+    assert not scene.out
+    assert scene.audit.stats()["undecided"] == 1
+
+
+def test_without_weights_at_the_host_another_holder_is_asked(scene: Scene) -> None:
+    scene.audit._twin.failure = scene.audit._third.failure = "only a stub"
+    scene.judge(scene.right)
+    assert "only a stub" in str(scene.told()["skipped"])
+    scene.others["w1"] = scene.right
+    scene.judge(scene.right)
+    assert scene.told()["audited_rows"] == 1
+    scene.judge(scene.wrong)
+    assert scene.audit.stats()["undecided"] == 1
+    assert not scene.out
+
+
+def test_the_second_change_of_weights_within_a_day_takes_a_worker_out(scene: Scene) -> None:
+    scene.audit.note_change("w0", 1, 2, "")
+    assert not scene.out
+    scene.audit._watched["w0"].changes[0] -= DAY_S
+    scene.audit.note_change("w0", 1, 2, "")
+    assert not scene.out
+    scene.audit.note_change("w0", 1, 2, "")
+    ((name, reason, is_last),) = scene.out
+    assert (name, is_last) == ("w0", True)
+    assert "for the second time within a day" in reason
+    assert scene.audit.stats()["weights_changed"] == 3
+
+
+def test_weights_that_cannot_be_loaded_again_take_a_worker_out_at_once(scene: Scene) -> None:
+    scene.audit.note_change("w0", 1, 2, "its bytes are not those of the first loading")
+    ((_, reason, is_last),) = scene.out
+    assert not is_last
+    assert "could not be loaded again: its bytes" in reason
