@@ -102,8 +102,9 @@ class GoldenRows:
         if reply != expected.reply:
             raise WorkerUnfit(
                 f"worker {holder}: layer {held.layer.index} ({held.layer.name}), shard {held.shard_id}: "
-                f"{difference(held, question, reply, expected.reply)}, as {expected.source} computes it; its processor or "
-                "card, its memory, kernels or driver make wrong numbers of the right weights, and none of its answers is used",
+                f"{difference(held, question, reply, expected.reply)}, as {expected.source} computes it; either a weight of "
+                "its copy of the checkpoint differs, or its processor or card, its memory, kernels or driver compute wrongly; "
+                "none of its answers is used: copy the checkpoint there again, or look at that machine",
                 worker=holder,
                 layer=held.layer.index,
             )

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from dflash_moe import _core
-from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.errors import CheckpointError, UnsupportedError, WorkerUnfit
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_tensors import expert_sources
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import auth
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.golden import GoldenRows
 from dflash_moe.topology import Topology
 from tests.fault.conftest import StartWorker
 
@@ -53,8 +54,10 @@ def reach(spec: ModelSpec, worker: str, **overrides: Any) -> ExpertRuntime:
 @pytest.mark.parametrize("layout", ["packed", "mapped"])
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_a_flipped_bit_at_a_worker_by_hand_is_named(
-    spec: ModelSpec, damaged: Path, key_file: Path, tmp_path: Path, start_worker: StartWorker, transport: str, layout: str
-) -> None:
+    spec: ModelSpec, damaged: Path, key_file: Path, tmp_path: Path, start_worker: StartWorker, transport: str, layout: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(GoldenRows, "check", lambda _self, _holder, _shards, **_how: None)
     listen = f"unix://{tmp_path}/far.sock" if transport == "shared" else "tcp://127.0.0.1:0"
     worker = start_worker(damaged, listen, "--key-file", str(key_file))
     with reach(spec, f"address: '{worker.address}', weights_layout: {layout}", key_file=key_file) as runtime:
@@ -69,6 +72,14 @@ def test_a_flipped_bit_at_a_worker_by_hand_is_named(
     )
     assert said is not None, raised.value
     assert said[1] != said[2]
+
+
+def test_a_flipped_bit_in_an_expert_of_a_golden_row_ends_the_start(
+    spec: ModelSpec, damaged: Path, key_file: Path, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    worker = start_worker(damaged, f"unix://{tmp_path}/far.sock", "--key-file", str(key_file))
+    with pytest.raises(WorkerUnfit, match=r"worker far: layer 1 .*shard 1: .* as this host computes it; .*copy the checkpoint"):
+        reach(spec, f"address: '{worker.address}'", key_file=key_file)
 
 
 @pytest.mark.parametrize("worker", ["backend: cpu", "weights_layout: mapped", "address: loopback", "address: tcp",
