@@ -64,6 +64,8 @@ class GoldenRows:
         self._twin = twin
         self._ask = ask
         self._lock = threading.Lock()
+        # Held while the host computes a row, so that holders of one shard wait for it together.
+        self._computing = threading.Lock()
         self._known: dict[tuple[int, RowQuestion], Answer] = {}
         self._left_bytes = HOST_BYTES
         # Those that the audit shall compute; any thread may take them.
@@ -80,7 +82,7 @@ class GoldenRows:
         """
         began, num_rows = time.monotonic(), 0
         if is_thorough:
-            with self._lock:
+            with self._computing:
                 self._left_bytes = THOROUGH_BYTES
         for held in shards:
             for question in drawn_rows(held, is_thorough=is_thorough):
@@ -112,21 +114,21 @@ class GoldenRows:
     def _expected(self, holder: str, held: HeldShard, question: RowQuestion, reply: bytes) -> Answer:
         # The fingerprint covers model, layer, experts, format and class.
         key = held.weights_fingerprint, question
-        with self._lock:
+        with self._computing:
             known = self._known.get(key)
+            if known is not None:
+                return known
+            computes = self._twin.computes(held)
             num_bytes = held.layer.expert_bytes * len(question.local_expert_ids)
-            is_affordable = known is None and self._twin.computes(held) and num_bytes <= self._left_bytes
-            if is_affordable:
+            computed = None
+            if computes and num_bytes <= self._left_bytes:
                 self._left_bytes -= num_bytes
-        if known is not None:
-            return known
-        computed = self._twin.compute(held, question) if is_affordable else None
-        found = Answer(computed, HOST) if computed is not None else Answer(reply, f"worker {holder}")
-        with self._lock:
-            found = self._known.setdefault(key, found)
-            if found.source != HOST and found.reply is reply and self._twin.computes(held):
+                computed = self._twin.compute(held, question)
+            elif computes:
                 self.unproven.append(Unproven(held, question, reply, holder))
-        return found
+            found = Answer(computed, HOST) if computed is not None else Answer(reply, f"worker {holder}")
+            self._known[key] = found
+            return found
 
     def _settled(self, held: HeldShard, question: RowQuestion, known: Answer) -> Answer:
         """Returns which of two holders is right: what the host computes, where it can. The audit
@@ -135,6 +137,6 @@ class GoldenRows:
         computed = self._twin.compute(held, question) if self._twin.computes(held) else None
         if computed is None:
             return known
-        with self._lock:
+        with self._computing:
             self._known[held.weights_fingerprint, question] = Answer(computed, HOST)
         return Answer(computed, HOST)

@@ -255,7 +255,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "call poller.poll": "bounded: it waits for copies for as long as its runtime lives; call_off() rings the same bell",
         "lock self._lock": "straight: guards what is known of a worker, and a non-blocking bell",
     },
-    "dflash_moe/runtime/golden.py": {"lock self._lock": "straight: guards a table of answers; they are computed without it"},
+    "dflash_moe/runtime/golden.py": {
+        "lock self._computing": "bounded: held while one row is computed, which loads the row's few experts",
+        "lock self._lock": "straight: counts a comparison, and nothing is called",
+    },
     "dflash_moe/runtime/host_twin.py": {
         "lock self._lock": "bounded: held while one row is computed, which loads the row's few experts",
     },
