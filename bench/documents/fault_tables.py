@@ -12,6 +12,7 @@ from bench.documents.recorded import Recorded
 from bench.documents.text import markdown
 
 KILLS = "worker_kills"
+AUDIT = "audit"
 FALLBACK = "fallback_kills"
 # The prefix of an event's figures, and what it is called.
 EVENTS = {"": ("kills", "killed"), "stop_": ("stops", "stopped"), "lone_": ("lone_kills", "killed, the only holder")}
@@ -111,7 +112,22 @@ def device_step_faults(recorded: Recorded) -> str:
     return markdown(head, lines)
 
 
+def audit(recorded: Recorded) -> str:
+    """Writes what the audit found, and what golden rows cost a start."""
+    drifting, healthy, golden = recorded.rows(AUDIT)
+    lines = [
+        ("drifting workers out within 200 audited rows", f"{drifting['out_in_time']} of {drifting['runs']}"),
+        ("audited rows until then, p50 and most", f"{drifting['p50_rows']}, {drifting['most_rows']}"),
+        ("mismatches of healthy workers beside them", str(drifting["healthy_mismatches"])),
+        ("audited rows of healthy workers", f"{healthy['audited_rows']:,}"),
+        ("mismatches", str(healthy["mismatches"])),
+        ("golden rows of a start, p50", f"{golden['golden_ms_median']:,.0f} ms"),
+        ("the start itself, p50", f"{golden['start_ms_median']:,.0f} ms"),
+    ]
+    return markdown(("what", "found"), lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
-    "worker-kills": worker_kills, "fallback-kills": fallback_kills, "faults": faults, "failing-calls": failing_calls,
+    "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults, "failing-calls": failing_calls,
     "device-step-faults": device_step_faults,
 }  # fmt: skip
