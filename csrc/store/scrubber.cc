@@ -2,10 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/scrubber.h"
 
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 
@@ -22,9 +18,6 @@ constexpr int64_t kIdleShare = 99;
 }  // namespace
 
 std::optional<Damage> Scrubber::run() {
-  constexpr int kNice = 19;
-  // Where the system does not allow it, the thread reads all the same.
-  static_cast<void>(::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kNice));
   while (!stopping_.load(std::memory_order_relaxed)) {
     int64_t pause_ns = kEmptyNs;
     if (const auto shard = store_->at_or_after(fingerprint_); shard != nullptr) {

@@ -1,7 +1,8 @@
 // Sums up resident weights again, one expert after another, and finds those that have changed in
-// memory since they were loaded. It reads on the caller's thread, to which it gives the lowest
-// priority, and paces itself: a whole pass takes the period, and never more than a hundredth of a
-// core.
+// memory since they were loaded. It reads on the caller's thread and paces itself: a whole pass
+// takes the period, and never more than a hundredth of a core. The thread keeps its priority. A
+// process that is killed lets go of its sockets with its last thread, and on a busy machine one of
+// low priority would run, and so end, a second too late for those who wait for that.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,8 +1,8 @@
 """Finds weights that have changed in memory since they were loaded, and loads them again.
 
 Memory without error correction flips a bit now and then, and a flipped weight bit is wrong in every
-answer from then on. One thread per store of experts sums all of them up again, over and over, at
-the lowest priority (csrc/store/scrubber.h).
+answer from then on. One thread per store of experts sums all of them up again, over and over, with
+at most a hundredth of a core (csrc/store/scrubber.h).
 SPDX-License-Identifier: Apache-2.0
 """
 

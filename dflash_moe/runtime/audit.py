@@ -44,8 +44,6 @@ ROWS_OF_AN_EXCHANGE = 128
 MOST_SKIPPED = 1024
 # The thread ends within the computation of a row.
 STOP_S = 5.0
-# Whoever computes for a call goes first.
-NICE = 10
 # Two changes of weights in memory within this time are bad memory and no accident.
 DAY_S = 86_400.0
 
@@ -216,8 +214,6 @@ class Audit:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not self._is_over.is_set():
             try:
                 began = time.monotonic()

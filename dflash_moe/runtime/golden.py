@@ -65,7 +65,7 @@ class GoldenRows:
         self._ask = ask
         self._lock = threading.Lock()
         # Held while the host computes a row, so that holders of one shard wait for it together.
-        self._computing = threading.Lock()
+        self._computing_lock = threading.Lock()
         self._known: dict[tuple[int, RowQuestion], Answer] = {}
         self._left_bytes = HOST_BYTES
         # Those that the audit shall compute; any thread may take them.
@@ -82,7 +82,7 @@ class GoldenRows:
         """
         began, num_rows = time.monotonic(), 0
         if is_thorough:
-            with self._computing:
+            with self._computing_lock:
                 self._left_bytes = THOROUGH_BYTES
         for held in shards:
             for question in drawn_rows(held, is_thorough=is_thorough):
@@ -114,7 +114,7 @@ class GoldenRows:
     def _expected(self, holder: str, held: HeldShard, question: RowQuestion, reply: bytes) -> Answer:
         # The fingerprint covers model, layer, experts, format and class.
         key = held.weights_fingerprint, question
-        with self._computing:
+        with self._computing_lock:
             known = self._known.get(key)
             if known is not None:
                 return known
@@ -137,6 +137,6 @@ class GoldenRows:
         computed = self._twin.compute(held, question) if self._twin.computes(held) else None
         if computed is None:
             return known
-        with self._computing:
+        with self._computing_lock:
             self._known[held.weights_fingerprint, question] = Answer(computed, HOST)
         return Answer(computed, HOST)

@@ -130,6 +130,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/store/shard_store.cc": {
         "lock mutex_": "straight: guards the table of shards; memory of a device is taken without it",
     },
+    "csrc/transport/tapped.cc": {
+        "::read": _NON_BLOCKING_BELL,
+        "::write": _NON_BLOCKING_BELL,
+        "lock mutex_": "bounded: held over a list of copies, or one read of a non-blocking bell",
+    },
     "csrc/transport/ring/ring_bell.cc": {
         "futex SYS_futex": _WAKES_ONLY,
         "join thread_": "bounded: is_over_ was set; the watching thread looks at it after each nap of microseconds",
@@ -253,10 +258,10 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/runtime/audit.py": {
         "call poller.poll": "bounded: it waits for copies for as long as its runtime lives; call_off() rings the same bell",
-        "lock self._lock": "straight: guards what is known of a worker, and a non-blocking bell",
+        "lock self._lock": "bounded: held over a table of workers, a tap's own short lock, or a non-blocking bell",
     },
     "dflash_moe/runtime/golden.py": {
-        "lock self._computing": "bounded: held while one row is computed, which loads the row's few experts",
+        "lock self._computing_lock": "bounded: held while one row is computed, which loads the row's few experts",
         "lock self._lock": "straight: counts a comparison, and nothing is called",
     },
     "dflash_moe/runtime/host_twin.py": {
