@@ -128,6 +128,6 @@ def audit(recorded: Recorded) -> str:
 
 
 TABLES: dict[str, Callable[[Recorded], str]] = {
-    "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults, "failing-calls": failing_calls,
-    "device-step-faults": device_step_faults,
+    "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults,
+    "failing-calls": failing_calls, "device-step-faults": device_step_faults,
 }  # fmt: skip

@@ -40,6 +40,8 @@ class Scene:
             owner=Owner(),
             golden=SimpleNamespace(unproven=deque(), num_compared=0, num_mismatches=0),
             members={name: SimpleNamespace(session=object(), architecture="x") for name in ("w0", "w1")},
+            member_of=lambda name: self.fleet.members[name],
+            architecture_of=lambda name: self.fleet.members[name].architecture,
             ask_row=self._ask,
         )
         self.audit = Audit(
