@@ -440,7 +440,10 @@ class ExpertRuntime:
             return DflashError(text, **{**error.fields(), "code": "closed"})
         if isinstance(error, WorkerLost):
             self._workers.ring()
-        return observe.explain_loss(error, self._fleet, self._workers.remedy_of)
+        return observe.explain_loss(error, self._fleet, self._remedy_of)
+
+    def _remedy_of(self, worker: str) -> str:
+        return f"{self._workers.remedy_of(worker)}{self._fallback.why_not(worker)}"
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters since start: `calls`, `rows`, `pairs`, `request_bytes`,

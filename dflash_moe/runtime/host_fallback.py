@@ -140,7 +140,7 @@ class HostFallback:
         """
         if self.reason or self._is_over.is_set():
             return
-        if self._is_any_made() and states_of_files(self._model) != self._files:
+        if self._is_any_made() and not self._are_files_unchanged():
             self._withdraw_all()
             return
         states = {report["name"]: report["state"] for report in self._client.workers()}
@@ -154,6 +154,22 @@ class HostFallback:
         for one in self._stand_ins.values():
             if any(is_missed(_where(held)) for held in one.shards):
                 self._begin(one)
+
+    def why_not(self, worker: str) -> str:
+        """Returns a clause on why the host does not compute a worker's experts, empty where it may,
+        or where somebody has said that it must not.
+        """
+        with self._lock:
+            one = self._stand_ins.get(worker)
+            in_general = "" if self.reason else " or ".join(self.gaps)
+            reason = one.failure if one is not None else in_general
+        return f"; the host's processor cannot stand in for it: {reason}" if reason else ""
+
+    def _are_files_unchanged(self) -> bool:
+        try:
+            return states_of_files(self._model) == self._files
+        except CheckpointError:
+            return False
 
     def _is_any_made(self) -> bool:
         with self._lock:

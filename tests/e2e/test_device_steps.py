@@ -256,7 +256,7 @@ def test_a_stopped_worker_costs_the_deadline_and_its_late_reply_is_never_taken(s
 
 
 def test_a_step_after_a_plain_call_that_timed_out_gets_paths_without_its_late_reply(spec):
-    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=1.0) as runtime:
+    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=1.0, host_fallback="none") as runtime:
         expected = bits(runtime.experts(0, *batch(4)))
         pid = stop(runtime, "near", signal.SIGSTOP)
         with pytest.raises(WorkerTimeout):
