@@ -185,11 +185,7 @@ class Audit:
         return self._watched.setdefault(name, _Watched())
 
     def _watch(self, name: str, channel: _core.Channel) -> _core.Channel:
-        """Returns a channel that the audit sees. Experts in this process are computed by the code
-        that would compute them again.
-        """
-        if self._fleet.member_of(name).session is None:
-            return channel
+        """Returns a channel to another process that the audit sees."""
         with self._lock:
             one = self._of(name)
             tap = self._taps.get(name)

@@ -448,7 +448,9 @@ class Fleet:
             )
         if self._decorate is not None:
             channel = self._decorate(member.name, channel)
-        channel = self.watch(member.name, channel)
+        if member.local is None:
+            # Experts in this process are computed by the code that would compute them again.
+            channel = self.watch(member.name, channel)
         member.slots = slots
         return channel, generation, pulse_fd
 

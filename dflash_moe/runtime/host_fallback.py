@@ -264,7 +264,7 @@ class HostFallback:
             self._check(one, member, waiting)
         except DflashError as error:
             level = logging.DEBUG if self._is_over.is_set() else logging.ERROR
-            log.log(level, "the host's processor cannot stand in for worker %s: %s", one.worker, error)
+            log.log(level, "the host's processor cannot stand in for worker %s: %s", one.worker, str(error))
             one.failure = str(error)
         except Exception as error:
             log.exception("the host's processor cannot stand in for worker %s", one.worker)
