@@ -309,11 +309,11 @@ def test_another_copy_of_the_checkpoint_is_compared_before_the_host_computes(tmp
 def test_a_copy_that_differs_is_never_computed_with(tmp_path: Path, start_worker: StartWorker) -> None:
     spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
     shutil.copytree(spec.path, tmp_path / "theirs")
-    flip_a_weight(tmp_path / "theirs")  # the fingerprint, which samples, is the same
     address = f"unix://{tmp_path}/far.sock"
     worker = start_worker(tmp_path / "theirs", address)
     with reach(spec, address, restart=False) as runtime:
         call(runtime, 1)
+        flip_a_weight(tmp_path / "ours")  # neither fingerprint nor golden row would have to show it
         worker.process.kill()
         with pytest.raises(WorkerLost):
             call_often(runtime, 1)
