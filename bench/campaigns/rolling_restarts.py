@@ -55,6 +55,8 @@ QUIET_CALLS = 60
 CLEAN = ("failed_calls", "wrong_bits", "left_processes", "left_descriptors")
 # Processes that were told to end are gone within this time.
 GONE_S = 5.0
+# A worker that was lost by itself is back within this time.
+READY_S = 120.0
 # The threads that call see that they shall end after each call.
 STOP_S = 120.0
 
@@ -161,9 +163,25 @@ def _run(spec: ModelSpec, transport: str, cycles: int, seed: int) -> tuple[dict[
             drawn = random.Random(f"{seed} {transport}")
             for cycle in range(cycles):
                 for kind, worker, change in _cycle(runtime, drawn, ADDRESSES[transport]):
+                    _await_ready(runtime)
                     events.append({"cycle": cycle, **_event(load, kind, worker, change)})
     left = len(os.listdir("/proc/self/fd")) - descriptors
     return _row(transport, load, events, max(0, left)), events
+
+
+def _await_ready(runtime: ExpertRuntime) -> None:
+    """Waits until all workers are ready. One that was lost meanwhile, for example because it stood
+    still for the stall timeout on a busy machine, counts as a death of its event.
+    """
+    until = time.monotonic() + READY_S
+    while any(state.state != "ready" for state in runtime.workers()):
+        if time.monotonic() > until:
+            raise SystemExit(f"not all workers are ready within {READY_S:g} s: {runtime.workers()}")
+        time.sleep(0.01)
+
+
+def _deaths(runtime: ExpertRuntime) -> dict[str, int]:
+    return {state.name: state.deaths for state in runtime.workers()}
 
 
 Change = tuple[str, str, Callable[[], None]]
@@ -197,15 +215,17 @@ def _event(load: Load, kind: str, worker: str, change: Callable[[], None]) -> di
     load.seen.update(process.pid for process in load.runtime.worker_processes())
     with load.lock:
         before, load.stall_s = (load.calls, load.failed, load.wrong), 0.0
+    deaths = _deaths(load.runtime)
     began = time.perf_counter()
     change()
     seconds = time.perf_counter() - began
+    deaths = {name: count - deaths.get(name, 0) for name, count in _deaths(load.runtime).items()}
     with load.lock:
         calls, failed, wrong = (now - then for now, then in zip((load.calls, load.failed, load.wrong), before, strict=True))
         stall_s = load.stall_s
     return {
         "kind": kind, "worker": worker, "seconds": seconds, "calls": calls, "failed_calls": failed, "wrong_values": wrong,
-        "stall_ms": 1e3 * max(0.0, stall_s),
+        "stall_ms": 1e3 * max(0.0, stall_s), "deaths": sum(deaths.values()),
     }  # fmt: skip
 
 
@@ -218,6 +238,7 @@ def _row(transport: str, load: Load, events: list[dict[str, Any]], left_descript
         "wrong_bits": 32 * load.wrong,
         "left_processes": _left_processes(load.seen - {os.getpid()}),
         "left_descriptors": left_descriptors,
+        "deaths": sum(event["deaths"] for event in events),
         "first_error": load.first_error,
         "kinds": [_kind(kind, [event for event in events if event["kind"] == kind]) for kind in ("restart", "add", "remove")],
     }

@@ -73,7 +73,8 @@ void Engine::judge(Link& link, int64_t now) {
   // What waits there may wait long: where others have answered for it until no slot was left, only
   // its late replies would free one.
   if (link.is_suspect || link.is_late || !link.is_usable()) move_waiting(link, now);
-  if (!link.owes() && !link.is_suspect && link.waiting.empty()) return;
+  if (!link.owes() && !link.is_suspect && link.waiting.empty()) return link.liveness.rest();
+  if (!link.owes()) link.liveness.begin_to_wait(now);
   if (link.is_suspect) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
   if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {
     const uint32_t num_owed = link.path.num_in_flight();

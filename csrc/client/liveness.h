@@ -23,7 +23,17 @@ class Liveness {
   explicit Liveness(OwnedFd pulse) : pulse_(std::move(pulse)) {}
 
   // Says that the worker begins to owe something: its time counts from here.
-  void begin_to_owe(int64_t now) { last_change_ns_ = now; }
+  void begin_to_owe(int64_t now) {
+    last_change_ns_ = now;
+    is_resting_ = false;
+  }
+  // Says that something waits to be sent to the worker, which owes nothing. If it was at rest, its
+  // time counts from here: what it did before says nothing.
+  void begin_to_wait(int64_t now) {
+    if (is_resting_) begin_to_owe(now);
+  }
+  // Says that nothing is expected of the worker.
+  void rest() { is_resting_ = true; }
   // Reads every pulse that waits. Returns a reason if the worker must be given up.
   std::optional<std::string> read_pulses(int64_t now);
   // Whether the counter has stood still for `stall_ns`; asked of a worker that owes something.
@@ -43,6 +53,7 @@ class Liveness {
   bool read_once(int64_t now, std::optional<std::string>& failure);
 
   OwnedFd pulse_;
+  bool is_resting_ = true;
   uint64_t last_counter_ = 0;
   int64_t last_change_ns_ = 0;         // when the counter changed, or the worker began to owe
   std::vector<std::byte> incomplete_;  // the beginning of a pulse whose rest has not come yet

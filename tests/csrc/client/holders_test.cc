@@ -272,6 +272,28 @@ TEST_CASE("a suspected worker is not asked again until it shows progress") {
   CHECK(scene.finish(third).ok());
 }
 
+TEST_CASE("a worker that was idle is not judged by what it did before slices moved to it") {
+  SceneOptions options = quick(true);
+  options.client.suspect_ns = 30'000'000;
+  options.client.stall_timeout_ns = 10'000'000'000;
+  options.policy = {1, 2};  // a slice for each token, two in flight
+  Replicated scene(options);
+  REQUIRE(scene.client.set_holders(kLayer, kShard, {0, 1}).ok());
+  Tokens tokens{{2}, {2}, {3}, {2}, {3}, {3}};
+  const CallPtr call = scene.submit(tokens);
+  // Worker 0 stands still. What waits for it moves to worker 1, which is judged in the same look
+  // and has never shown progress.
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(5)) && !deadline.has_passed()) {
+    if (auto request = scene.puppets[1].try_take()) scene.puppets[1].send(echo(*request));
+  }
+  CHECK(scene.client.workers()[0].is_suspect);
+  CHECK(scene.client.workers()[1].path != PathState::kLost);
+  REQUIRE(scene.client.is_done(call));
+  CHECK(scene.client.outcome(call).ok());
+  CHECK(tokens.is_right());
+}
+
 TEST_CASE("slices that wait at a worker whose slots are all withheld move to another one") {
   SceneOptions options = quick();
   options.client.hedge_share = 1;
