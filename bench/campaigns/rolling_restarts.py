@@ -264,8 +264,8 @@ def _shown(row: dict[str, Any]) -> str:
     kinds = "; ".join(f"{one['count']} {one['kind']}s, stall p99 {one['stall_p99_ms']:.0f} ms" for one in row["kinds"])
     return (
         f"{row['name']}: {row['events']} events under {row['calls']:,} calls: {row['failed_calls']} failed, "
-        f"{row['wrong_bits']} wrong bits; {kinds}; left {row['left_processes']} processes, {row['left_descriptors']} descriptors"
-        + (f"; first error: {row['first_error']}" if row["first_error"] else "")
+        f"{row['wrong_bits']} wrong bits; {kinds}; left {row['left_processes']} processes, "
+        f"{row['left_descriptors']} descriptors" + (f"; first error: {row['first_error']}" if row["first_error"] else "")
     )
 
 
