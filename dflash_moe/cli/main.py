@@ -27,7 +27,7 @@ PROGRAM = "dflash-moe"
 # module that is there and broken raises.
 COMMANDS = (
     "demo", "doctor", "model", "worker", "key", "generate", "chat", "replay", "llama", "verify", "diff", "serve", "plan",
-    "bench", "simulate",
+    "workers", "bench", "simulate",
 )  # fmt: skip
 # The command whose users write flags of another program.
 RUNS_PROGRAMS = "llama"

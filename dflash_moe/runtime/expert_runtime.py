@@ -31,6 +31,7 @@ from dflash_moe.runtime.audit import Audit
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.client_calls import ClientCalls
 from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy, held_checksums
+from dflash_moe.runtime.control import ControlSocket, WorkerOrders
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.elastic import Elastic
@@ -94,8 +95,9 @@ class ExpertRuntime:
             self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
             outvote=self._workers.outvote,
         )  # fmt: skip
+        self._control = ControlSocket(WorkerOrders(placed, self._elastic, self._workers).answer)
         self._finalizer = weakref.finalize(
-            self, _end, self._audit, self._workers, self._keeper, self._fallback, self._fleet, self._client
+            self, _end, self._audit, self._workers, self._keeper, self._fallback, self._fleet, self._client, self._control
         )
         self._table = LayerTable(placed.spec.layers)
         host = DeviceChoice.of_host(placed.topology.host)
@@ -192,6 +194,7 @@ class ExpertRuntime:
         self._keeper.start()
         self._workers.start(self._placed.held)
         self._audit.start()
+        self._control.start()
         self._is_open = True
 
     @property
@@ -627,8 +630,9 @@ def _idle_teller(fleet: Fleet, workers: WorkerKeeper) -> Callable[[int], None]:
 
 
 def _end(
-    audit: Audit, workers: WorkerKeeper, keeper: PathKeeper, fallback: HostFallback, fleet: Fleet, client: _core.Client
-) -> None:
+    audit: Audit, workers: WorkerKeeper, keeper: PathKeeper, fallback: HostFallback, fleet: Fleet, client: _core.Client,
+    control: ControlSocket,
+) -> None:  # fmt: skip
     """Ends a runtime that was closed or dropped; its channels go once the last call has left."""
     audit.call_off()
     fallback.call_off()
@@ -636,6 +640,7 @@ def _end(
     keeper.call_off()
     fallback.close()
     fleet.close()
+    control.close()
     keeper.close()
     workers.close()
     audit.close()

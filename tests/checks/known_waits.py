@@ -213,6 +213,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/integrations/parameter_values.py": {
         "leave ThreadPoolExecutor": "bounded: each task converts the tensors of one expert, and its taker has STANDSTILL_S"
     },
+    "dflash_moe/protocol/control.py": {
+        "call sock.sendall": "bounded: the line above sets the socket's time-out, which the whole call keeps",
+        "call sock.recv": "bounded: the socket's time-out is what is left until the caller's deadline",
+        "call sock.connect": "bounded: the socket has a time-out of ANSWER_S",
+    },
     "dflash_moe/protocol/framing.py": {
         "call poller.poll": "bounded: without a limit only while its peer lives: the peer's end wakes it (TCP_USER_TIMEOUT)",
         "call self._sock.recvmsg": "bounded: called with MSG_DONTWAIT among its flags",
@@ -249,6 +254,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "call outcome.result": "bounded: called back when the outcome is there, so it answers at once",
         "lock self._lock": "bounded: held over a put on a queue without a limit, which never waits",
         "call self._orders.get": "bounded: it waits for orders for as long as its runtime lives; close() sends the last one",
+    },
+    "dflash_moe/runtime/control.py": {
+        "lock self._lock": "straight: adds a thread to a set, takes one out, or copies the set",
+        "call listener.accept": "bounded: the listener is non-blocking, and poll has said that somebody is there",
+        "call poller.poll": "bounded: it waits for orders for as long as its runtime lives; close() shuts the socket down",
     },
     "dflash_moe/runtime/elastic.py": {
         "lock self._lock": "bounded: held over changes of tables and calls of the client, whose turn comes within a tick",

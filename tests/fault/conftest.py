@@ -121,5 +121,6 @@ def children_of(pid: int) -> list[int]:
     """Returns the direct children of a process."""
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile has none
+            found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     return found

@@ -36,6 +36,7 @@ STOPS = (
     "dflash_moe.cli.doctor.examine",
     "dflash_moe.cli.simulate._run_many",
     "dflash_moe.cli.simulate._replay",
+    "dflash_moe.protocol.control.ask",
 )
 SENTENCE = "stopped by the test"
 CODES = {0, 1, 2}

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from dflash_moe.errors import CheckpointError, ConfigError, DflashError, WorkerError, WorkerLost
+from dflash_moe.errors import CheckpointError, ConfigError, DflashError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.runtime.kept_worker import Parting
 from dflash_moe.runtime.membership import RestartPolicy, State
 from dflash_moe.runtime.owner import Owner
 from dflash_moe.runtime.worker_keeper import WorkerKeeper
@@ -56,6 +57,9 @@ class Pretended:
 
     def end_member(self, _member: Any) -> None:
         self.step("end")
+
+    def dismiss(self, _member: Any) -> None:
+        self.step("dismiss")
 
     def lose(self, _member: Any, reason: str) -> None:
         self.done.append(f"lose: {reason}")
@@ -191,3 +195,82 @@ def test_a_keeper_without_workers_of_other_processes_has_no_thread(keep: Keep) -
     assert [found.state for found in keeper.states()] == ["ready"]
     assert keeper.remedy_of("w0") == "start the runtime anew"
     assert not [thread for thread in threading.enumerate() if thread.name == "dflash-workers"]
+
+
+def parting_of(pretended: Pretended, drain_s: float) -> Parting:
+    def gone(_member: Any) -> None:
+        pretended.members = {}
+        pretended.done.append("gone")
+
+    return Parting(drain_s, lambda _member: pretended.done.append("leave"), gone)
+
+
+def test_a_worker_that_is_removed_drains_says_goodbye_and_is_forgotten(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    wait_for(keeper, "draining")
+    with pytest.raises(ConfigError, match="worker w0 is draining already"):
+        keeper.let_go("w0", parting_of(pretended, 0.0))
+    keeper.note_idle("w0")
+    assert keeper.await_end("w0", SOON_S) is None
+    assert pretended.done == ["leave", "dismiss", "gone"]
+    assert pretended.told[-1] is State.GONE
+    assert keeper.states() == []
+    keeper.note_idle("w0")  # it is nobody's any more
+    keeper.note_loss("w0", "hung up")
+    with pytest.raises(ConfigError, match="no worker is named 'w0'"):
+        keeper.release("w0")
+
+
+def test_the_time_to_drain_ends_by_itself(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 0.01))
+    assert keeper.await_end("w0", SOON_S) is None
+    assert pretended.done == ["leave", "dismiss", "gone"]
+
+
+def test_a_recycled_worker_is_ended_and_started_anew_without_a_pause(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended, RestartPolicy(backoff_s=(3600.0, 3600.0)))
+    keeper.let_go("w0", parting_of(pretended, 3600.0), is_recycled=True)
+    wait_for(keeper, "draining")
+    keeper.note_idle("w0")
+    back = keeper.await_end("w0", SOON_S)
+    assert back is not None
+    assert (back.state, back.deaths) == ("ready", 0)
+    assert pretended.done == ["leave", "dismiss", "start", "load", "join"]
+
+
+def test_a_worker_lost_while_it_drains_is_ended_at_once(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    wait_for(keeper, "draining")
+    keeper.note_loss("w0", "hung up")
+    assert keeper.await_end("w0", SOON_S) is None
+
+
+def test_a_wait_for_a_worker_that_drains_has_a_limit_and_ends_with_the_keeper(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    with pytest.raises(WorkerTimeout, match=r"worker w0 is (ready|draining) after 0\.01 s"):
+        keeper.await_end("w0", 0.01)
+    closing = threading.Timer(0.05, keeper.call_off)
+    closing.start()
+    with pytest.raises(DflashError, match="closed while worker w0 was let go"):
+        keeper.await_end("w0", SOON_S)
+    closing.join(SOON_S)
+
+
+def test_a_worker_that_is_not_ready_is_removed_without_a_goodbye(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended, RestartPolicy(is_on=False))
+    lose_and_wait(keeper, pretended, "quarantined")
+    with pytest.raises(ConfigError, match="worker w0 is quarantined and not ready: no progress"):
+        keeper.let_go("w0", parting_of(pretended, 0.0), is_recycled=True)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    assert keeper.await_end("w0", SOON_S) is None
+    assert pretended.done == ["lose: no progress", "end", "gone"]
