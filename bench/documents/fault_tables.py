@@ -14,6 +14,8 @@ from bench.documents.text import markdown
 KILLS = "worker_kills"
 AUDIT = "audit"
 FALLBACK = "fallback_kills"
+RESTARTS = "rolling_restarts"
+CHANGES = {"restart": "started anew", "add": "added", "remove": "removed"}
 # The prefix of an event's figures, and what it is called.
 EVENTS = {"": ("kills", "killed"), "stop_": ("stops", "stopped"), "lone_": ("lone_kills", "killed, the only holder")}
 DEVICE_STEPS = "device_step_faults"
@@ -127,7 +129,21 @@ def audit(recorded: Recorded) -> str:
     return markdown(("what", "found"), lines)
 
 
+def rolling_restarts(recorded: Recorded) -> str:
+    """Writes what changes of workers cost the calls that they fell into, over each transport."""
+    lines = [
+        (
+            row["name"], CHANGES[kind["kind"]], str(kind["count"]), str(row["failed_calls"]), str(row["wrong_bits"]),
+            *(f"{kind[f'stall_{name}_ms']:.0f} ms" for name in ("p50", "max")), f"{kind['seconds_p50']:.1f} s",
+        )
+        for row in recorded.rows(RESTARTS)
+        for kind in row["kinds"]
+    ]  # fmt: skip
+    head = ("transport", "worker", "times", "failed calls", "with wrong bits", "stall p50", "max", "takes, p50")
+    return markdown(head, lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults,
-    "failing-calls": failing_calls, "device-step-faults": device_step_faults,
+    "failing-calls": failing_calls, "device-step-faults": device_step_faults, "rolling-restarts": rolling_restarts,
 }  # fmt: skip
