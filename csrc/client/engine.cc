@@ -393,7 +393,10 @@ void Engine::finish(Call& call) {
 void Engine::end(Call& call) {
   std::unique_ptr<CallWork> work = std::move(call.work);
   for (const ChunkForecast& forecast : work->forecasts) {
-    if (forecast.slices_left > 0) --links_[forecast.worker]->num_chunks;
+    if (forecast.slices_left == 0) continue;
+    Link& link = *links_[forecast.worker];
+    --link.num_chunks;
+    tell_if_idle(link);  // it may only have waited for slices that others answered
   }
   for (Slice& slice : work->slices) {
     if (slice.state == SliceState::kHomeless) --num_homeless_;

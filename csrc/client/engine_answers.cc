@@ -124,6 +124,7 @@ void Engine::learn(Link& link, const Attempt& attempt, uint64_t reply_bytes) {
   if (--forecast.slices_left > 0) return;
   Link& planned = *links_[forecast.worker];
   --planned.num_chunks;
+  if (&planned != &link) tell_if_idle(planned);  // others have answered what it was to answer
   if (!forecast.is_alone || planned.crowded_ns >= call.begun_ns || forecast.predicted.ns == 0)
     return;
   planned.model.record(plan.cost_class, call.work->batch.num_tokens, forecast.predicted,

@@ -338,6 +338,26 @@ TEST_CASE("a worker that drains gets nothing new while another holder can have i
   CHECK(scene.finish(last).ok());
 }
 
+TEST_CASE("a worker that drains is idle once others have answered what had waited for it") {
+  SceneOptions options = quick();
+  options.policy = {1, 2};  // a slice for each token, two in flight
+  Replicated scene(options);
+  Tokens tokens{{2}, {2}, {3}, {2}, {3}, {3}};
+  const CallPtr call = scene.submit(tokens);
+  REQUIRE(scene.client.set_admission(1, Admission::kDraining).ok());  // four slices move
+  for (int i = 0; i < 2; ++i) scene.serve(1);
+  for (int i = 0; i < 4; ++i) {
+    static_cast<void>(scene.client.is_done(call));
+    scene.serve(0);
+  }
+  REQUIRE(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+  const std::vector<ClientEvent> events = scene.client.take_events();
+  REQUIRE(!events.empty());
+  CHECK(events.back().worker == 1);
+  CHECK(events.back().kind == EventKind::kIdle);
+}
+
 TEST_CASE("slices that wait move when a shard gets other holders") {
   SceneOptions options = quick();
   options.policy = {1, 1};
