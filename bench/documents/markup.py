@@ -16,7 +16,7 @@ from bench.documents.recorded import Recorded
 from bench.documents.tables import TABLES
 
 # Figures of recorded results stand in these documents.
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/howto/weight_formats.md", "docs/numerics.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/howto/weight_formats.md", "docs/numerics.md", "docs/reliability.md")
 
 _TABLE = re.compile(r"(<!-- table: (measured/[\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -33,6 +33,10 @@ STATED = {
         "are to reach 1 and 1.05 x (goal 1.2 x) its speed, those of Q8_0 1.05 and 1.3 x;",
         "16 sequences over a worker, 0.9 x that of one process", "may take 3 % more than in the plain loop",
         "own share of a step is to be at most 2 %", "to take at most 3 % more than in the plain loop",
+    ),
+    "docs/reliability.md": (
+        "frozen for 10 ms to 10 s", "one tick (20 ms) at most", "waits 20,000 times within", "after 300 ms without progress",
+        "5 ms later at most",
     ),
     "docs/numerics.md": ("never less than 1.5 times what one rounding of the result costs",),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from bench.documents import (
     llama_tables,
     overview,
     peer_tables,
+    promise_tables,
     verify_tables,
 )
 from bench.documents.recorded import Recorded, Row
@@ -368,6 +369,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "bits-per-byte": bits_per_byte,
     **engine_tables.TABLES,
     **fault_tables.TABLES,
+    **promise_tables.TABLES,
     **gguf_tables.TABLES,
     **kernel_tables.TABLES,
     **llama_tables.TABLES,
