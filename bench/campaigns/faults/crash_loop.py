@@ -70,20 +70,18 @@ def _loop(runtime: ExpertRuntime, victim: str) -> list[float]:
     pauses in milliseconds that were drawn in between.
     """
     others = {pid for name, pid in pids_of(runtime).items() if name != victim}
-    pauses_ms: dict[float, float] = {}
+    # By how many deaths there were before.
+    pauses_ms: dict[int, float] = {}
     _kill(pids_of(runtime)[victim])
 
     def is_left_alone() -> bool:
-        now = time.monotonic()
         found = state_of(runtime, victim)
         if found.state in ("starting", "joining"):
             for pid in children_of(os.getpid()) - others:
                 _kill(pid)
         elif found.state == "waiting" and found.next_try_s:
-            # The pause is what is left of it and what has passed; its beginning tells it apart.
-            began = round(now - found.since_s, 1)
-            if not any(abs(began - known) < 0.09 for known in pauses_ms):
-                pauses_ms[began] = 1e3 * (found.since_s + found.next_try_s)
+            # The pause is what is left of it and what has passed.
+            pauses_ms.setdefault(found.deaths, 1e3 * (found.since_s + found.next_try_s))
         return found.state == "quarantined"
 
     wait_until(is_left_alone, every_s=0.001)
