@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.campaigns.faults.load import ALONE
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
@@ -89,7 +90,7 @@ def reached(spec: ModelSpec, folder: Path, way: str, **overrides: Any) -> Iterat
     listen = "tcp://127.0.0.1:0" if way == "tcp" else f"unix://{folder}/far.sock"
     options = ("--key-file", str(key)) if way == "tcp" else ()
     with worker_by_hand(spec, folder, listen, *options) as worker:
-        given = {"restart_deaths": MAX_DEATHS, **WAYS[way], **({"key_file": key} if way == "tcp" else {}), **overrides}
+        given = {**ALONE, "restart_deaths": MAX_DEATHS, **WAYS[way], **({"key_file": key} if way == "tcp" else {}), **overrides}
         with ExpertRuntime.start(reaching(worker.address), model=spec, **given) as runtime:
             yield runtime, worker
 

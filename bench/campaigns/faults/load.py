@@ -31,6 +31,8 @@ from dflash_moe.topology import Topology
 
 # A transport and the address of workers that are reached so.
 ADDRESSES: dict[str, str | None] = {"shared": None, "unix": "unix", "tcp": "tcp"}
+# The host does not stand in for workers.
+ALONE = {"host_fallback": "none"}
 TOKENS = (1, 16, 256)
 # Undisturbed calls of each size, from whose median a stall is counted.
 QUIET_CALLS = 30
@@ -50,11 +52,13 @@ def make_model(folder: Path, *, seed: int = 0) -> ModelSpec:
 def start(
     spec: ModelSpec, transport: str = "shared", *, replicas: int = 2, workers: int = 2, **overrides: Any
 ) -> ExpertRuntime:
-    """Starts workers over a transport. Their deaths are no crash loop unless the caller says so."""
+    """Starts workers over a transport. Their deaths are no crash loop unless the caller says so,
+    and the host computes nothing in their place, which is another campaign's (fallback_kills.py).
+    """
     topology = Topology.local(num_workers=workers, address=ADDRESSES[transport])
     placement = dataclasses.replace(topology.placement, replicas=replicas)
     topology = dataclasses.replace(topology, placement=placement)
-    return ExpertRuntime.start(topology, model=spec, **{"restart_deaths": MAX_DEATHS, **overrides})
+    return ExpertRuntime.start(topology, model=spec, **{**ALONE, "restart_deaths": MAX_DEATHS, **overrides})
 
 
 def state_of(runtime: ExpertRuntime, name: str) -> WorkerState:

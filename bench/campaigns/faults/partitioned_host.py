@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.campaigns.faults.leftovers import belongings, left_since
-from bench.campaigns.faults.load import Load, is_used, make_model, state_of, wait_until
+from bench.campaigns.faults.load import ALONE, Load, is_used, make_model, state_of, wait_until
 from bench.campaigns.faults.two_machines import HOST_LINK, WAYS, TwoMachines
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.model.spec import ModelSpec
@@ -68,7 +68,7 @@ def main(model: str, key: str, address: str, host: str, worker: str, size: str, 
     drawn = random.Random(f"partitions {seed}")
     before = belongings()
     sums = _captured(spec, key, address)
-    settings = {"key_file": key, "restart_deaths": MAX_DEATHS, "restart_backoff_ms": (20, 200)}
+    settings = {**ALONE, "key_file": key, "restart_deaths": MAX_DEATHS, "restart_backoff_ms": (20, 200)}
     with ExpertRuntime.start(_topology(address, is_alone=False), model=spec, **settings) as runtime:
         load = Load.quiet(runtime, seed=int(seed))
         with load.running(seed=int(seed)):
@@ -98,7 +98,7 @@ def _captured(spec: ModelSpec, key: str, address: str) -> dict[str, Any]:
     """Calls the far worker alone while packets are captured, and looks for the rows that were sent
     and those that came back. `ipc.encryption` is what it is when nobody states it.
     """
-    with ExpertRuntime.start(_topology(address, is_alone=True), model=spec, key_file=key, dtype="f32") as runtime:
+    with ExpertRuntime.start(_topology(address, is_alone=True), model=spec, key_file=key, dtype="f32", **ALONE) as runtime:
         capture = Capture(HOST_LINK)
         load = Load.quiet(runtime, tokens=(16,))
         for _ in range(CAPTURED_CALLS):

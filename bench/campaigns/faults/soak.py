@@ -14,7 +14,7 @@ import time
 from bench.campaigns.faults.by_hand import WAYS, reaching, worker_by_hand
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.leftovers import Belongings, belongings, left_since
-from bench.campaigns.faults.load import BACK_S, Load, make_model, pids_of, start, state_of, wait_until
+from bench.campaigns.faults.load import ALONE, BACK_S, Load, make_model, pids_of, start, state_of, wait_until
 from dflash_moe.bench.results import percentile
 from dflash_moe.errors import WorkerError
 from dflash_moe.model.spec import ModelSpec
@@ -101,7 +101,7 @@ def _session(topology: object, spec: ModelSpec, way: str) -> bool:
     until = time.monotonic() + BACK_S
     while True:
         try:
-            with ExpertRuntime.start(topology, model=spec, **WAYS[way]) as runtime:  # type: ignore[arg-type]
+            with ExpertRuntime.start(topology, model=spec, **ALONE, **WAYS[way]) as runtime:  # type: ignore[arg-type]
                 return all(one.state == "ready" for one in runtime.workers())
         except WorkerError as error:
             # The worker may still be ending the former session.

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.campaigns.faults.by_hand import HandStarted, reaching, worker_by_hand
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.hostile_path import HostilePath
-from bench.campaigns.faults.load import Load, make_model, state_of, wait_until
+from bench.campaigns.faults.load import ALONE, Load, make_model, state_of, wait_until
 from dflash_moe import _core
 from dflash_moe.bench.results import percentile
 from dflash_moe.config.settings import MAX_DEATHS
@@ -66,7 +66,7 @@ def _handshakes(given: Run, spec: ModelSpec, key: Path, worker: HandStarted) -> 
     _record_start(spec, key, worker, recorded := given.folder / "recorded")
     host, port = worker.place
     program = [sys.executable, "-m", "bench.campaigns.faults.bad_handshakes", host, port, given.size, recorded]
-    with ExpertRuntime.start(reaching(worker.address), model=spec, key_file=key, encryption="on") as runtime:
+    with ExpertRuntime.start(reaching(worker.address), model=spec, key_file=key, encryption="on", **ALONE) as runtime:
         load = Load.quiet(runtime, seed=given.seed, tokens=(16,))
         quiet_s = _times(load, lambda number: number >= QUIET_CALLS)
         with contextlib.ExitStack() as silent, (given.folder / "tries").open("w+") as tries:
@@ -109,7 +109,7 @@ def _record_start(spec: ModelSpec, key: Path, worker: HandStarted, folder: Path)
     folder.mkdir()
     with HostilePath(*worker.place) as path:
         path.record()
-        with ExpertRuntime.start(reaching(path.address), model=spec, key_file=key, encryption="on") as runtime:
+        with ExpertRuntime.start(reaching(path.address), model=spec, key_file=key, encryption="on", **ALONE) as runtime:
             Load.quiet(runtime, tokens=(1,))
         for number, sent in enumerate(path.dialled):
             (folder / f"{number}.bin").write_bytes(sent)
@@ -125,7 +125,7 @@ def _flips(given: Run, spec: ModelSpec, key: Path) -> None:
     unnoticed = unhealed = 0
     back_s: list[float] = []
     with _worker(given, spec, key, "flipped") as worker, HostilePath(*worker.place) as path:
-        overrides = {"restart_deaths": MAX_DEATHS, "restart_backoff_ms": (1, 20), "park_s": 0, **SHORT}
+        overrides = {**ALONE, "restart_deaths": MAX_DEATHS, "restart_backoff_ms": (1, 20), "park_s": 0, **SHORT}
         topology = reaching(path.address)
         with ExpertRuntime.start(topology, model=spec, key_file=key, encryption="on", **overrides) as runtime:
             load = Load.quiet(runtime, seed=given.seed, tokens=(1, 16))
