@@ -52,8 +52,8 @@ class Run:
 
     @classmethod
     def begin(cls, campaign: Campaign, *, size: int, seed: int, folder: Path) -> Run:
-        """Begins a run; the load of the machine stands in its result."""
-        params = {"size": size, "unit": campaign.unit, "seed": seed, "load_before": os.getloadavg()[0]}
+        """Begins a run; the load of the machine and the own priority stand in its result."""
+        params = {"size": size, "unit": campaign.unit, "seed": seed, "nice": os.nice(0), "load_before": os.getloadavg()[0]}
         result = BenchResult(f"fault_{campaign.name}", params)
         return cls(campaign.name, size, seed, folder, random.Random(f"{campaign.name} {seed}"), result)
 
