@@ -4,6 +4,8 @@ simulate` imports it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 class Report:
     """What one seed did."""
 
@@ -25,5 +27,12 @@ class Report:
     # At most 200, oldest first: those before the first violation, or before the end.
     last_events: list[str]
 
-# Things break for `seconds` of virtual time. Releases the GIL.
-def simulate(seed: int, seconds: float) -> Report: ...
+# What is told of an event of a worker (cli/simulated_members.py), and its answer.
+Members = Callable[[int, str, int, str, bool, float], tuple[list[tuple[str, int, float]], str, bool, int]]
+
+# Things break for `seconds` of virtual time. `make_members` takes the seed, whether the host starts
+# each worker's process, and the first and the longest pause between two tries in seconds. Releases
+# the GIL but for the calls of what it makes; RuntimeError where these raise.
+def simulate(
+    seed: int, seconds: float, make_members: Callable[[int, Sequence[bool], tuple[float, float]], Members]
+) -> Report: ...

@@ -31,9 +31,10 @@ path, first, count, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), f
 loader = importlib.machinery.ExtensionFileLoader("_simulation", path)
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_simulation", loader))
 loader.exec_module(module)
+from dflash_moe.cli.simulated_members import SimulatedMembers
 for seed in range(first, first + count):
     print(json.dumps({"seed": seed}), flush=True)
-    report = module.simulate(seed, seconds)
+    report = module.simulate(seed, seconds, SimulatedMembers)
     if report.violations:
         print(json.dumps({"seed": seed, "violation": report.violations[0]}), flush=True)
         break
@@ -120,6 +121,14 @@ BUGS = {
         Bug(
             "refusal_ends_calls", "a refusal that is not about the numbers ends the call although another holder could answer",
             _ANSWERS, "  if (is_range) return fail(call, std::move(error));", "  return fail(call, std::move(error));",
+        ),
+        Bug(
+            "holders_left_unasked", "at its deadline a call fails although a holder was not asked yet",
+            _LOSSES, "if (!has_replicas_ || !ask_untried(*call, now)) fail(", "fail(",
+        ),
+        Bug(
+            "hedges_without_budget", "second requests for slices that are merely slow need no token",
+            _REMEDIES, "(!link.is_suspect && !hedge_budget_.spend())", "(!link.is_suspect && (hedge_budget_.spend(), false))",
         ),
     )
 }  # fmt: skip

@@ -15,6 +15,8 @@ enum class FaultKind : uint8_t {
   kLosePulses,   // its pulses do not arrive, everything else does
   kRefuse,       // it answers the next request with an error that is not about the numbers
   kRefuseRange,  // ... or with one that is
+  kCrashLoop,    // it is killed, and for a while dies whenever it is started
+  kUnfit,        // what it loads next is not what it held before
   // -- of the network between host and worker --
   kCutOff,       // nothing passes in either direction
   kCutToWorker,  // nothing passes from the host to the worker
@@ -31,15 +33,16 @@ enum class FaultKind : uint8_t {
   kLyingTimes,       // a reply's times are nonsense; its rows are right
   // -- of the host --
   kAbandon,  // it gives a call up
+  kRemove,   // it removes a worker, which drains, and adds it again later
 };
-inline constexpr size_t kNumFaultKinds = static_cast<size_t>(FaultKind::kAbandon) + 1;
+inline constexpr size_t kNumFaultKinds = static_cast<size_t>(FaultKind::kRemove) + 1;
 
 constexpr const char* fault_name(FaultKind kind) {
   constexpr const char* kNames[kNumFaultKinds] = {
-      "kill",          "freeze",     "slow",          "lose_pulses", "refuse",
-      "refuse_range",  "cut_off",    "cut_to_worker", "cut_to_host", "delay",
-      "flip_bit",      "truncate",   "half",          "duplicate",   "stale_generation",
-      "other_attempt", "other_slot", "lying_times",   "abandon",
+      "kill",       "freeze",      "slow",    "lose_pulses",   "refuse",           "refuse_range",
+      "crash_loop", "unfit",       "cut_off", "cut_to_worker", "cut_to_host",      "delay",
+      "flip_bit",   "truncate",    "half",    "duplicate",     "stale_generation", "other_attempt",
+      "other_slot", "lying_times", "abandon", "remove",
   };
   return kNames[static_cast<size_t>(kind)];
 }

@@ -33,14 +33,14 @@ void Injector::plan_next() {
     return;
   }
   world_.scheduler.at(when, [this] {
-    const auto worker = static_cast<uint32_t>(random_.below(world_.members.size()));
+    const auto worker = static_cast<uint32_t>(random_.below(world_.num_remote()));
     inject(worker, random_.one_of(world_.options.faults));
     plan_next();
   });
 }
 
 bool Injector::is_quiet() const {
-  if (!is_over_) return false;
+  if (!is_over_ || num_removed_ > 0) return false;
   for (const Member& member : world_.members) {
     if (member.num_faults > 0) return false;
   }
@@ -56,7 +56,16 @@ void Injector::inject(uint32_t worker, FaultKind kind) {
   }
   if (!process.is_alive()) return;
   switch (kind) {
-    case FaultKind::kKill:        return kill(worker);
+    case FaultKind::kKill: return kill(worker, kind, world_.options.restart_ns);
+    case FaultKind::kUnfit:
+      world_.members[worker].is_unfit = true;
+      return kill(worker, kind, world_.options.restart_ns);
+    case FaultKind::kCrashLoop: {
+      const int64_t duration = random_.magnitude(100 * kMs, 8 * kS);
+      world_.members[worker].crashes_until_ns = world_.scheduler.now_ns() + duration;
+      return kill(worker, kind, duration);
+    }
+    case FaultKind::kRemove:      return remove(worker);
     case FaultKind::kFreeze:      return freeze(worker);
     case FaultKind::kRefuse:
     case FaultKind::kRefuseRange: return refuse(worker, kind);
@@ -96,12 +105,29 @@ void Injector::undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
   });
 }
 
-void Injector::kill(uint32_t worker) {
-  world_.begin_fault(worker, FaultKind::kKill, world_.options.restart_ns);
+// A process that the host started is started again by the host, when its state machine says so;
+// another one by somebody else.
+void Injector::kill(uint32_t worker, FaultKind kind, int64_t duration_ns) {
+  world_.begin_fault(worker, kind, duration_ns);
+  world_.set_attached(worker, false);
   world_.members[worker].process().kill(random_.chance(0.5));
-  world_.scheduler.after(world_.options.restart_ns, [this, worker] {
-    world_.start_process(worker);
-    world_.end_fault(worker, FaultKind::kKill);
+  world_.scheduler.after(duration_ns, [this, worker, kind] {
+    if (!world_.options.workers[worker].is_started_by_host) world_.start_process(worker);
+    world_.end_fault(worker, kind);
+  });
+}
+
+void Injector::remove(uint32_t worker) {
+  const int64_t duration = random_.magnitude(100 * kMs, 8 * kS);
+  ++world_.num_faults[static_cast<size_t>(FaultKind::kRemove)];
+  world_.record(EventKind::kFault, worker, static_cast<uint64_t>(FaultKind::kRemove),
+                static_cast<uint64_t>(duration / kMs));
+  ++num_removed_;
+  changes_.push_back({worker, true});
+  world_.scheduler.after(duration, [this, worker] {
+    --num_removed_;
+    changes_.push_back({worker, false});
+    world_.record(EventKind::kHeal, worker, static_cast<uint64_t>(FaultKind::kRemove));
   });
 }
 

@@ -2,6 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
 #include "simulation/world.h"
 
 namespace dflash::simulation {
@@ -14,13 +19,20 @@ class Injector {
   // Whether nothing more will break, and nothing is broken.
   bool is_quiet() const;
 
-  // What the host's task does at its next turn, because it is the host that does it.
+  // What the host's task does at its next turn, because it is the host that does it: how many calls
+  // it gives up, and which workers it removes or adds again.
   uint32_t take_abandons() { return std::exchange(num_abandons_, 0); }
+  struct Change {
+    uint32_t worker;
+    bool is_removal;
+  };
+  std::vector<Change> take_changes() { return std::exchange(changes_, {}); }
 
  private:
   void plan_next();
   void inject(uint32_t worker, FaultKind kind);
-  void kill(uint32_t worker);
+  void kill(uint32_t worker, FaultKind kind, int64_t duration_ns);
+  void remove(uint32_t worker);
   void freeze(uint32_t worker);
   void refuse(uint32_t worker, FaultKind kind);
   void cut(uint32_t worker, FaultKind kind);
@@ -34,6 +46,8 @@ class Injector {
   int64_t end_ns_ = 0;
   bool is_over_ = false;
   uint32_t num_abandons_ = 0;
+  uint32_t num_removed_ = 0;  // workers that will be added again
+  std::vector<Change> changes_;
 };
 
 }  // namespace dflash::simulation

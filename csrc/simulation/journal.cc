@@ -7,6 +7,7 @@
 
 #include "base/error_code.h"
 #include "simulation/faults.h"
+#include "simulation/membership.h"
 
 namespace dflash::simulation {
 namespace {
@@ -26,6 +27,7 @@ constexpr const char* kWordings[] = {
     "worker %llu is attached, generation %llu",
     "worker %llu is found lost",
     "worker %llu: its data path is retired",
+    "worker %llu, attempt %llu",
     "nothing is broken any more",
     "A RULE IS BROKEN",
 };
@@ -54,6 +56,8 @@ std::vector<std::string> Journal::last_events() const {
               std::to_string(entry.c) + " ms";
     } else if (entry.kind == EventKind::kHeal) {
       line += std::string(": ") + fault_name(static_cast<FaultKind>(entry.b)) + " is over";
+    } else if (entry.kind == EventKind::kMember) {
+      line += std::string(": ") + happening_name(static_cast<Happening>(entry.c));
     } else if (entry.kind == EventKind::kDamage) {
       line += std::string(": ") + fault_name(static_cast<FaultKind>(entry.c));
     }

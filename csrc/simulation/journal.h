@@ -24,6 +24,7 @@ enum class EventKind : uint8_t {
   kAttach,      // the host has a data path to a worker: worker, generation
   kLost,        // the host has noticed that a worker is lost: worker
   kRetire,      // the host renews a worn data path: worker
+  kMember,      // a worker's state machine was told something: worker, attempt, what
   kPhase,       // from here on nothing is broken any more
   kViolation,   // something happened that must not
 };

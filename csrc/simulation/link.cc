@@ -98,6 +98,7 @@ Status Link::publish(Side side, uint32_t slot, size_t bytes) {
       context_.violate("the host went on with worker " + std::to_string(context_.worker) +
                        " after a message that it must refuse");
     is_asked_[slot] = true;
+    context_.watch_request(sender.channel->outgoing(slot).first(bytes));
     ++context_.counts.num_requests;
     context_.counts.request_bytes += bytes;
   }
@@ -145,6 +146,7 @@ void Link::deliver(Side side, uint32_t slot, size_t bytes) {
 // A peer that has closed its end meanwhile is noticed by poll().
 void Link::send(Side side, uint32_t slot, size_t bytes, bool must_be_refused) {
   const bool is_sent = at(side).channel->publish(slot, bytes).ok();
+  at(other(side)).may_have_come = true;
   if (is_sent && side == Side::kWorker) must_refuse_.push_back(must_be_refused);
 }
 
@@ -176,6 +178,7 @@ void Link::send_half(Side side, uint32_t slot, size_t bytes) {
   static_cast<void>(
       ::send(sender.socket.get(), begun.data(), begun.size(), MSG_DONTWAIT | MSG_NOSIGNAL));
   ::shutdown(sender.socket.get(), SHUT_RDWR);
+  at(side).may_have_come = at(other(side)).may_have_come = true;
 }
 
 Result<std::optional<Arrival>> Link::poll(Side side) {
@@ -184,7 +187,9 @@ Result<std::optional<Arrival>> Link::poll(Side side) {
   if (side == Side::kHost && must_be_given_up_)
     context_.violate("the host listens to worker " + std::to_string(context_.worker) +
                      " after a message that it must refuse");
+  if (!receiver.may_have_come) return std::optional<Arrival>();
   auto polled = receiver.channel->poll();
+  if (polled.ok() && !polled.value()) receiver.may_have_come = false;
   if (side == Side::kHost && polled.ok() && polled.value()) {
     const uint32_t slot = polled.value()->slot;
     is_asked_[slot] = false;
@@ -197,6 +202,7 @@ Result<std::optional<Arrival>> Link::poll(Side side) {
 // What was sent before is still on its way; then the other end hears of it.
 void Link::close(Side side) {
   at(side).is_closed = true;
+  context_.counts.num_closed += side == Side::kHost ? 1 : 0;
   at(side).listener = nullptr;
   const int64_t due = due_ns(side, 0);
   context_.scheduler.at(due, [self = shared_from_this(), side] { self->hang_up(side); });
@@ -212,6 +218,7 @@ void Link::hang_up(Side side) {
   End& end = at(side);
   if (!end.is_killed || end.socket.is_open()) end.channel.reset();
   end.socket.close();
+  at(other(side)).may_have_come = true;
   if (Task* listener = at(other(side)).listener) listener->wake();
 }
 

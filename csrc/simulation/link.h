@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,7 @@ struct Network {
 // What was published on links, for the balance at the end.
 struct LinkCounts {
   uint64_t num_requests = 0, request_bytes = 0;
+  uint64_t num_closed = 0;  // paths that the host has closed
 };
 
 // What a link knows of the world around it.
@@ -51,6 +53,7 @@ struct LinkContext {
   LinkCounts& counts;
   uint32_t worker;
   std::function<void(std::string)> violate;
+  std::function<void(std::span<const std::byte>)> watch_request;  // before it is on its way
 };
 
 // Shared by its two ends and by messages on their way.
@@ -83,8 +86,9 @@ class Link : public std::enable_shared_from_this<Link> {
     std::optional<FaultKind> damage;
     int64_t last_due_ns = 0;  // when its newest message will be at the other end
     bool is_killed = false, is_closed = false;
-    bool loses_sent = false;  // messages on their way do not come
-    OwnedFd socket;           // of a stream: its own, to break it off in the middle of a message
+    bool loses_sent = false;    // messages on their way do not come
+    bool may_have_come = true;  // whether polling can find anything; else the kernel is not asked
+    OwnedFd socket;             // of a stream: its own, to break it off in the middle of a message
   };
   Link(LinkContext context, uint64_t generation)
       : context_(std::move(context)), generation_(generation) {}

@@ -14,6 +14,7 @@ constexpr int64_t kUs = 1'000, kMs = 1'000'000, kS = 1'000'000'000;
 WorkerOptions draw_worker(Random& random) {
   WorkerOptions worker;
   worker.is_stream = random.chance(0.5);
+  worker.is_started_by_host = random.chance(0.7);
   worker.delay_ns = worker.is_stream ? random.magnitude(10 * kUs, 5 * kMs) : 2 * kUs;
   worker.jitter_ns = random.chance(0.5) ? worker.delay_ns : 0;
   worker.ns_per_byte = worker.is_stream ? 1 + 40 * random.unit() : 0.1;  // 0.2 to 8 Gbit/s
@@ -38,13 +39,26 @@ void draw_shards(Random& random, Options& options) {
   }
 }
 
+// The host's own copy of all shards, slower than any worker.
+void add_last_resort(Random& random, Options& options) {
+  const auto index = static_cast<uint32_t>(options.workers.size());
+  WorkerOptions& host = options.workers.emplace_back();
+  host.is_last_resort = true;
+  host.ns_per_pair = random.magnitude(100 * kUs, 500 * kUs);
+  for (auto& holders : options.holders) holders.push_back(index);
+}
+
 void draw_faults(Random& random, Options& options) {
   for (size_t kind = 0; kind < kNumFaultKinds; ++kind) {
     if (random.chance(0.4)) options.faults.push_back(static_cast<FaultKind>(kind));
   }
   if (options.faults.empty()) options.faults.push_back(FaultKind::kKill);
   options.fault_gap_ns = random.magnitude(kS / 2, 10 * kS);
-  options.restart_ns = random.magnitude(50 * kMs, 4 * kS);
+  options.restart_ns = random.magnitude(50 * kMs, kS);
+  options.load_ns = random.magnitude(5 * kMs, kS / 2);
+  options.backoff_ns[0] = random.magnitude(20 * kMs, kS / 2);
+  options.backoff_ns[1] = random.magnitude(kS / 2, 4 * kS);
+  options.drain_ns = random.magnitude(10 * kMs, 5 * kS);
 }
 
 std::string seconds(const char* name, int64_t ns) {
@@ -66,6 +80,7 @@ Options Options::of(uint64_t seed, int64_t duration_ns) {
   options.workers.resize(1 + random.below(4));
   for (WorkerOptions& worker : options.workers) worker = draw_worker(random);
   draw_shards(random, options);
+  if (random.chance(0.25)) add_last_resort(random, options);
   options.window = static_cast<uint32_t>(random.between(1, 3));
   options.num_slots = options.window + static_cast<uint32_t>(random.between(1, 2));
   options.slot_bytes = random.chance(0.5) ? 1024 : 8192;
@@ -83,7 +98,10 @@ Options Options::of(uint64_t seed, int64_t duration_ns) {
 std::vector<std::string> Options::lines() const {
   std::vector<std::string> lines{seconds("time in which things break", duration_ns)};
   for (size_t i = 0; i < workers.size(); ++i) {
-    lines.push_back(count("worker", i) + (workers[i].is_stream ? " (socket), " : " (ring), ") +
+    const char* kind = workers[i].is_last_resort       ? " (the host's own copy), "
+                       : workers[i].is_started_by_host ? ", started by the host, "
+                                                       : ", dialled, ";
+    lines.push_back(count("worker", i) + kind + (workers[i].is_stream ? "a socket, " : "a ring, ") +
                     seconds("delay", workers[i].delay_ns) + ", " +
                     seconds("a pair takes", workers[i].ns_per_pair));
   }
@@ -99,7 +117,11 @@ std::vector<std::string> Options::lines() const {
   lines.push_back(count("calls at a time", num_concurrent_calls));
   lines.push_back(seconds("mean time between two calls", think_ns));
   lines.push_back(seconds("mean time between two faults", fault_gap_ns));
-  lines.push_back(seconds("time until a killed worker starts again", restart_ns));
+  lines.push_back(seconds("starting a worker takes", restart_ns) + ", " +
+                  seconds("loading", load_ns));
+  lines.push_back(seconds("pauses between tries from", backoff_ns[0]) +
+                  seconds(" to", backoff_ns[1]));
+  lines.push_back(seconds("a removed worker may finish for", drain_ns));
   std::string kinds = "faults:";
   for (const FaultKind kind : faults) kinds.append(" ").append(fault_name(kind));
   lines.push_back(std::move(kinds));

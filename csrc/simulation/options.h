@@ -15,6 +15,10 @@ namespace dflash::simulation {
 
 struct WorkerOptions {
   bool is_stream = false;  // its path is a socket, otherwise a ring
+  // Whether the host starts its process; otherwise somebody does, and the host dials it.
+  bool is_started_by_host = true;
+  // The host's own copy of all experts, in its process: nothing happens to it.
+  bool is_last_resort = false;
   int64_t delay_ns = 0, jitter_ns = 0;
   double ns_per_byte = 0;
   int64_t ns_per_pair = 0;
@@ -35,7 +39,10 @@ struct Options {
   int64_t think_ns = 0;           // mean time between two calls
   std::vector<FaultKind> faults;  // those that happen
   int64_t fault_gap_ns = 0;       // mean time between two
-  int64_t restart_ns = 0;         // until a killed process is started again
+  int64_t restart_ns = 0;         // what starting a process takes
+  int64_t load_ns = 0;            // what loading a worker's shards takes
+  int64_t backoff_ns[2] = {};     // the first and the longest pause between two tries
+  int64_t drain_ns = 0;           // for which a removed worker may finish what it has
 
   static Options of(uint64_t seed, int64_t duration_ns);
   // One line for each option.

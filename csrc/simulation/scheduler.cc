@@ -134,6 +134,12 @@ void Scheduler::count_wait() {
   running_->sleep_until(now_ns_ + kSpinStepNs);
 }
 
+void Scheduler::watch(int fd, std::shared_ptr<const bool> is_hung_up) {
+  const auto index = static_cast<size_t>(fd);
+  if (index >= hung_up_.size()) hung_up_.resize(index + 1);
+  hung_up_[index] = std::move(is_hung_up);
+}
+
 // What an event held may ask for an event when it is freed, such as a channel that closes.
 void Scheduler::drop_events() {
   while (!events_.empty()) std::exchange(events_, {}).clear();

@@ -105,6 +105,14 @@ class Scheduler {
   void count_wait();
   std::function<void()> on_spin;
 
+  // Whether the other end of a watched socket is closed, which the kernel need not be asked: a
+  // simulation closes both ends itself. `is_hung_up` is set when it does.
+  void watch(int fd, std::shared_ptr<const bool> is_hung_up);
+  bool has_hung_up(int fd) const {
+    const auto index = static_cast<size_t>(fd);
+    return index < hung_up_.size() && hung_up_[index] != nullptr && *hung_up_[index];
+  }
+
   // Forgets what was still to happen, so that whatever events held is freed while all else exists.
   void drop_events();
 
@@ -126,7 +134,8 @@ class Scheduler {
   uint64_t num_events_ = 0;
   uint32_t num_waits_ = 0;  // at the current time
   Task* running_ = nullptr;
-  std::vector<Event> events_;  // a heap, the next one first
+  std::vector<Event> events_;                         // a heap, the next one first
+  std::vector<std::shared_ptr<const bool>> hung_up_;  // by descriptor
   std::vector<std::unique_ptr<Stack>> spare_stacks_;
 };
 

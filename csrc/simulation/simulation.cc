@@ -18,6 +18,8 @@ constexpr int64_t kLookNs = 10'000'000;
 constexpr int64_t kHealNs = 10'000'000'000;
 // ... and so many calls must succeed, one after another.
 constexpr uint64_t kFinalCalls = 100;
+// The budget of second requests for slices that are merely slow, as the client's options have it.
+constexpr double kHedges = 10, kHedgeShare = 0.05;
 
 client::LayerPlan layer_of(const Options& options) {
   client::LayerPlan plan;
@@ -34,12 +36,12 @@ client::LayerPlan layer_of(const Options& options) {
 
 class Host {
  public:
-  explicit Host(World& world)
+  Host(World& world, Membership& membership)
       : world_(world),
         client_(
             client::ClientOptions(world.options.call_timeout_ns, world.options.stall_timeout_ns)),
         injector_(world),
-        supervisor_(world, client_),
+        supervisor_(world, client_, membership),
         caller_(world, client_),
         random_(world.random.split()) {}
 
@@ -56,8 +58,10 @@ class Host {
     injector_.start();
     while (!injector_.is_quiet()) {
       turn();
+      change_workers();
       for (uint32_t count = injector_.take_abandons(); count > 0; --count) caller_.abandon_one();
     }
+    change_workers();
     world_.record(EventKind::kPhase);
     heal();
     while (caller_.num_under_way() > 0) caller_.wait(tick());
@@ -90,6 +94,16 @@ class Host {
     }
   }
 
+  void change_workers() {
+    for (const Injector::Change& change : injector_.take_changes()) {
+      if (change.is_removal) {
+        supervisor_.remove(change.worker);
+      } else {
+        supervisor_.want_back(change.worker);
+      }
+    }
+  }
+
   void heal() {
     const Deadline whole_by = Deadline::after_ns(kHealNs);
     while (!supervisor_.is_whole()) {
@@ -112,7 +126,9 @@ class Host {
   // What the client counted is what travelled.
   void check_balance() {
     LinkCounts counted;
+    uint64_t num_hedges = 0;
     for (const client::CountersOf& one : client_.counters()) {
+      num_hedges += one.counters.hedges;
       counted.num_requests += one.counters.calls + one.counters.hedges;
       counted.request_bytes += one.counters.request_bytes + one.counters.hedge_request_bytes;
     }
@@ -121,6 +137,11 @@ class Host {
       world_.violate("the client counts " + std::to_string(counted.num_requests) +
                      " requests, its data paths carried " +
                      std::to_string(world_.sent.num_requests));
+    // Second requests for workers that are suspected to hang are in no budget.
+    const double most = kHedges + kHedgeShare * static_cast<double>(counted.num_requests);
+    if (!supervisor_.has_suspected() && static_cast<double>(num_hedges) > most)
+      world_.violate(std::to_string(num_hedges) + " second requests of " +
+                     std::to_string(counted.num_requests) + " are over their budget");
   }
 
   World& world_;
@@ -135,23 +156,25 @@ class Host {
 
 // Ends all processes, so that their code returns and gives back what it holds.
 void end_processes(World& world) {
-  for (Member& member : world.members) member.process().kill(false);
   world.scheduler.run([&world] {
+    bool are_over = true;
     for (const Member& member : world.members) {
       for (const auto& process : member.processes) {
-        if (!process->is_over()) return false;
+        process->kill(false);
+        are_over = are_over && process->is_over();
       }
     }
-    return true;
+    return are_over;
   });
 }
 
 }  // namespace
 
-Report simulate(uint64_t seed, int64_t duration_ns) {
+Report simulate(uint64_t seed, int64_t duration_ns, const MakeMembership& make_membership) {
   Report report;
   World world(seed, Options::of(seed, duration_ns));
-  auto host = std::make_unique<Host>(world);
+  const auto membership = make_membership(seed, world.options);
+  auto host = std::make_unique<Host>(world, *membership);
   const auto task = world.scheduler.spawn([&host] { host->run(); });
   world.host = task.get();
   const bool is_over = world.scheduler.run([&host] { return host->is_over(); });

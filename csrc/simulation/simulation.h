@@ -11,6 +11,7 @@
 
 #include "simulation/caller.h"
 #include "simulation/faults.h"
+#include "simulation/membership.h"
 #include "simulation/options.h"
 
 namespace dflash::simulation {
@@ -27,7 +28,8 @@ struct Report {
   std::vector<std::string> last_events;
 };
 
-// Things break for `duration_ns`. Any thread; each runs simulations of its own.
-Report simulate(uint64_t seed, int64_t duration_ns);
+// Things break for `duration_ns`. Any thread; each runs simulations of its own. `make_membership`
+// is called once, and what it makes by this thread alone.
+Report simulate(uint64_t seed, int64_t duration_ns, const MakeMembership& make_membership);
 
 }  // namespace dflash::simulation

@@ -1,11 +1,12 @@
 // Orders travel to a worker as control messages do, and its answers back; both wait for a network
-// that is cut. An order that is not answered in time is given up.
+// that is cut. A step that is not done in time has failed.
 // SPDX-License-Identifier: Apache-2.0
 #include "simulation/supervisor.h"
 
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 namespace dflash::simulation {
@@ -14,21 +15,33 @@ using transport::Side;
 
 namespace {
 
-constexpr int64_t kPatienceNs = 2'000'000'000;   // for the answer to an order
-constexpr int64_t kRetryNs = 100'000'000;        // before a lost worker is called again
-constexpr int64_t kReportPeriodNs = 50'000'000;  // how often the client is asked who is lost
+constexpr int64_t kPatienceNs = 2'000'000'000;  // for a worker's answer
+constexpr int64_t kEndNs = 5'000'000;           // what ending and reaping a process takes
+constexpr int64_t kLongestReleaseNs =
+    2'000'000'000;  // until somebody releases a quarantined worker
 
-struct PulsePair {
-  OwnedFd host, worker;
-};
-
-PulsePair make_pulse_pair() {
+// Gives the order a pulse and returns the host's end of it.
+OwnedFd add_pulse(PathOrder& order, Scheduler& scheduler) {
   int fds[2];
   check(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0, "no socket for a pulse");
-  return {OwnedFd(fds[0]), OwnedFd(fds[1])};
+  order.pulse = OwnedFd(fds[1]);
+  order.is_pulse_closed = std::make_shared<bool>(false);
+  scheduler.watch(fds[0], order.is_pulse_closed);
+  return OwnedFd(fds[0]);
 }
 
 }  // namespace
+
+Supervisor::Supervisor(World& world, client::ExpertClient& client, Membership& membership)
+    : world_(world), client_(client), membership_(membership), random_(world.random.split()) {
+  members_.resize(world.num_remote());
+  for (uint32_t worker = 0; worker < members_.size(); ++worker) {
+    for (const Happening what : {Happening::kAdded, Happening::kStarted, Happening::kJoined}) {
+      MemberDecision& decided = members_[worker].decided;
+      decided = membership_.on({worker, what, decided.attempt}, world_.scheduler.now_ns());
+    }
+  }
+}
 
 std::shared_ptr<Link> Supervisor::make_link(uint32_t worker) {
   const Options& options = world_.options;
@@ -46,116 +59,282 @@ client::NewPath Supervisor::new_path(const std::shared_ptr<Link>& link) {
 
 void Supervisor::add_worker(uint32_t worker) {
   auto link = make_link(worker);
-  PulsePair pulse = make_pulse_pair();
   client::NewWorker added;
   added.name = std::string("w").append(std::to_string(worker));
   added.path = new_path(link);
-  added.pulse = std::move(pulse.host);
   added.policy = {world_.options.slice_tokens, world_.options.window};
+  added.is_last_resort = world_.options.workers[worker].is_last_resort;
+  PathOrder order{link, {}, nullptr, [] {}};
+  if (!added.is_last_resort) {  // one in this process has no pulses
+    added.pulse = add_pulse(order, world_.scheduler);
+  }
+  const bool is_remote = !added.is_last_resort;
   check(client_.add_worker(std::move(added)).ok(), "the client takes a simulated worker");
-  check(client_.set_remedy(worker, true).ok(), "the client knows the worker");
-  world_.members[worker].process().accept({link, std::move(pulse.worker), [] {}});
+  if (is_remote) check(client_.set_remedy(worker, true).ok(), "the client knows the worker");
+  world_.members[worker].process().accept(std::move(order));
   world_.set_attached(worker, true);
 }
 
-void Supervisor::look() {
-  const int64_t now = world_.scheduler.now_ns();
-  for (const client::WornPath& worn : client_.retire_worn_paths()) {
-    world_.record(EventKind::kRetire, worn.worker);
-    members_[worn.worker].state = State::kRenewing;
-    order(worn.worker, false);
+// -- events
+// ----------------------------------------------------------------------------------------
+
+// Any stack.
+void Supervisor::post(uint32_t worker, Happening what, uint64_t attempt, const char* reason,
+                      bool is_death) {
+  world_.scheduler.after(
+      0, [this, event = MemberEvent{worker, what, attempt, reason, is_death}] { handle(event); });
+}
+
+void Supervisor::handle(const MemberEvent& event) {
+  world_.record(EventKind::kMember, event.worker, event.attempt, static_cast<uint64_t>(event.what));
+  const uint32_t worker = event.worker;
+  Tracked& tracked = members_[worker];
+  const std::string before = tracked.decided.state;
+  tracked.decided = membership_.on(event, world_.scheduler.now_ns());
+  for (const MemberOrder& order : tracked.decided.orders) {
+    if (order.task == "wait") {
+      world_.scheduler.at(order.until_ns, [this, worker] { post(worker, Happening::kDue, 0); });
+    } else {
+      tracked.orders.push_back(order);
+    }
   }
-  if (now >= next_reports_ns_) note_lost();
+  const std::string& state = tracked.decided.state;
+  if (state != before && state == "quarantined") {
+    world_.scheduler.after(random_.magnitude(kLongestReleaseNs / 100, kLongestReleaseNs),
+                           [this, worker] { post(worker, Happening::kReleased, 0); });
+  }
+  if (state != before && state == "gone" && tracked.is_wanted) post(worker, Happening::kAdded, 0);
+  world_.host->wake();
+}
+
+void Supervisor::remove(uint32_t worker) {
+  members_[worker].is_wanted = false;
+  post(worker, Happening::kRemoved, 0);
+}
+
+void Supervisor::want_back(uint32_t worker) {
+  members_[worker].is_wanted = true;
+  post(worker, Happening::kAdded, 0);
+}
+
+void Supervisor::take_events() {
+  for (const client::ClientEvent& event : client_.take_events()) {
+    if (event.worker >= members_.size()) continue;
+    Tracked& tracked = members_[event.worker];
+    if (event.kind == client::EventKind::kSuspect) has_suspected_ = true;
+    if (event.kind == client::EventKind::kIdle && tracked.decided.state == "draining")
+      post(event.worker, Happening::kDrained, tracked.decided.attempt);
+    if (event.kind == client::EventKind::kLost && tracked.is_attached)
+      detach(event.worker, "the calls have given it up");
+  }
+}
+
+// A process that has ended is reaped, whether or not the client has seen it hang up.
+void Supervisor::note_ends() {
+  const int64_t now = world_.scheduler.now_ns();
   for (uint32_t worker = 0; worker < members_.size(); ++worker) {
     Tracked& tracked = members_[worker];
-    if (tracked.accepted != nullptr) {
-      take_accepted(worker);
-    } else if (tracked.state == State::kRenewing && now >= tracked.retry_at_ns) {
-      client_.mark_lost(worker, "its data path was not renewed in time");
-      lose(worker);
-    } else if (now >= tracked.retry_at_ns &&
-               (tracked.state == State::kLost || tracked.state == State::kConnecting)) {
-      tracked.state = State::kConnecting;
-      order(worker, true);
+    const bool is_alive = world_.members[worker].process().is_alive();
+    if (tracked.is_attached && !is_alive) {
+      static_cast<void>(client_.mark_lost(worker, "its process has ended"));
+      detach(worker, "its process has ended");
+    } else if (tracked.is_attached && tracked.is_renewing && now >= tracked.give_up_ns) {
+      static_cast<void>(client_.mark_lost(worker, "its data path was not renewed in time"));
+      detach(worker, "its data path was not renewed in time");
+    } else if (tracked.is_joining && !is_alive) {
+      fail(worker, Happening::kFailed, "its process has ended", true);
+    } else if (tracked.is_joining && now >= tracked.give_up_ns) {
+      fail(worker, Happening::kFailed, "it does not answer", true);
     }
   }
 }
 
-void Supervisor::note_lost() {
-  next_reports_ns_ = world_.scheduler.now_ns() + kReportPeriodNs;
-  const auto reports = client_.workers();
-  for (uint32_t worker = 0; worker < members_.size(); ++worker) {
-    const State state = members_[worker].state;
-    const bool is_lost = reports[worker].path == client::PathState::kLost;
-    if (is_lost && (state == State::kAttached || state == State::kRenewing)) lose(worker);
-    // A process that has ended is reaped, whether or not the client has seen it hang up.
-    if (!is_lost && state == State::kAttached && !world_.members[worker].process().is_alive()) {
-      client_.mark_lost(worker, "its process has ended");
-      lose(worker);
-    }
-  }
-}
-
-void Supervisor::lose(uint32_t worker) {
+void Supervisor::detach(uint32_t worker, const char* reason) {
+  Tracked& tracked = members_[worker];
   world_.record(EventKind::kLost, worker);
   world_.set_attached(worker, false);
-  Tracked& tracked = members_[worker];
-  tracked.state = State::kLost;
+  tracked.is_attached = tracked.is_renewing = false;
   tracked.accepted = nullptr;
-  ++tracked.num_orders;
-  tracked.retry_at_ns = world_.scheduler.now_ns() + kRetryNs;
+  ++tracked.num_steps;
+  post(worker, Happening::kLost, tracked.step_attempt == 0 ? 1 : tracked.step_attempt, reason);
 }
 
-void Supervisor::order(uint32_t worker, bool is_session) {
+void Supervisor::look() {
+  for (const client::WornPath& worn : client_.retire_worn_paths()) {
+    world_.record(EventKind::kRetire, worn.worker);
+    if (worn.worker >= members_.size()) {
+      send_path(worn.worker, false);
+      continue;
+    }
+    members_[worn.worker].is_renewing = true;
+    send_path(worn.worker, false);
+  }
+  take_events();
+  note_ends();
+  for (uint32_t worker = 0; worker < members_.size(); ++worker) {
+    Tracked& tracked = members_[worker];
+    if (tracked.accepted != nullptr) take_accepted(worker);
+    static_cast<void>(client_.set_remedy(worker, tracked.decided.is_coming));
+    for (const MemberOrder& order : std::exchange(tracked.orders, {})) carry_out(worker, order);
+  }
+}
+
+// -- orders
+// ----------------------------------------------------------------------------------------
+
+void Supervisor::carry_out(uint32_t worker, const MemberOrder& order) {
+  const std::string_view task = order.task;
+  if (task == "start") return start(worker, order.attempt);
+  if (task == "join") return join(worker, order.attempt);
+  if (task == "end") return end(worker, order.attempt);
+  check(task == "drain", "an order that nobody knows");
+  drain(worker, order.attempt);
+}
+
+void Supervisor::start(uint32_t worker, uint64_t attempt) {
+  members_[worker].step_attempt = attempt;
+  if (world_.options.workers[worker].is_started_by_host) return start_process(worker, attempt);
+  dial(worker, attempt);
+}
+
+void Supervisor::start_process(uint32_t worker, uint64_t attempt) {
+  const uint64_t step = ++members_[worker].num_steps;
+  world_.scheduler.after(world_.options.restart_ns, [this, worker, attempt, step] {
+    if (!is_current(worker, step)) return;
+    Member& member = world_.members[worker];
+    if (world_.scheduler.now_ns() < member.crashes_until_ns)
+      return post(worker, Happening::kFailed, attempt, "it dies when it is started");
+    if (!member.process().is_alive()) world_.start_process(worker);
+    post(worker, Happening::kStarted, attempt);
+  });
+}
+
+// Out of reach is no death of a worker that somebody else starts.
+void Supervisor::dial(uint32_t worker, uint64_t attempt) {
+  const uint64_t step = ++members_[worker].num_steps;
+  travel(worker, Side::kHost, [this, worker, attempt, step] {
+    const WorkerProcess& process = world_.members[worker].process();
+    if (!process.is_alive() || process.is_frozen()) return;
+    travel(worker, Side::kWorker, [this, worker, attempt, step] {
+      if (!is_current(worker, step)) return;
+      ++members_[worker].num_steps;
+      post(worker, Happening::kStarted, attempt);
+    });
+  });
+  world_.scheduler.after(kPatienceNs, [this, worker, attempt, step] {
+    if (!is_current(worker, step)) return;
+    ++members_[worker].num_steps;
+    post(worker, Happening::kFailed, attempt, "it does not answer", false);
+  });
+}
+
+void Supervisor::join(uint32_t worker, uint64_t attempt) {
   Tracked& tracked = members_[worker];
-  const uint64_t number = ++tracked.num_orders;
-  tracked.retry_at_ns = world_.scheduler.now_ns() + kPatienceNs;
+  const uint64_t step = ++tracked.num_steps;
+  tracked.is_joining = true;
+  tracked.step_attempt = attempt;
+  tracked.give_up_ns = world_.scheduler.now_ns() + world_.options.load_ns + kPatienceNs;
+  world_.scheduler.after(world_.options.load_ns, [this, worker, step] {
+    if (!is_current(worker, step)) return;
+    if (std::exchange(world_.members[worker].is_unfit, false))
+      return fail(worker, Happening::kUnfit, "it loaded other weights", false);
+    send_path(worker, true);
+  });
+}
+
+// What is under way for the worker comes to nothing.
+void Supervisor::fail(uint32_t worker, Happening what, const char* reason, bool is_death) {
+  Tracked& tracked = members_[worker];
+  tracked.is_joining = false;
+  tracked.accepted = nullptr;
+  ++tracked.num_steps;
+  post(worker, what, tracked.step_attempt, reason, is_death);
+}
+
+void Supervisor::end(uint32_t worker, uint64_t attempt) {
+  Tracked& tracked = members_[worker];
+  tracked.is_attached = tracked.is_renewing = tracked.is_joining = false;
+  tracked.accepted = nullptr;
+  ++tracked.num_steps;
+  world_.set_attached(worker, false);
+  static_cast<void>(client_.mark_lost(worker, "it is ended"));
+  if (world_.options.workers[worker].is_started_by_host) {
+    // Where the machine had nothing before, nothing of it is left behind in its links either.
+    world_.members[worker].process().kill(false);
+  }
+  world_.scheduler.after(kEndNs,
+                         [this, worker, attempt] { post(worker, Happening::kEnded, attempt); });
+}
+
+void Supervisor::drain(uint32_t worker, uint64_t attempt) {
+  static_cast<void>(client_.set_admission(worker, client::Admission::kDraining));
+  world_.scheduler.after(world_.options.drain_ns,
+                         [this, worker, attempt] { post(worker, Happening::kDrained, attempt); });
+}
+
+// -- paths
+// -----------------------------------------------------------------------------------------
+
+void Supervisor::travel(uint32_t worker, Side from, std::function<void()> action) {
+  const Network& network = world_.members[worker].network;
+  const int64_t there = world_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns;
+  world_.scheduler.at(network.passes_at(from, there), std::move(action));
+}
+
+void Supervisor::send_path(uint32_t worker, bool is_session) {
   auto link = make_link(worker);
   auto path = std::make_shared<Path>(Path{link, {}});
   auto sent = std::make_shared<PathOrder>();
   sent->link = link;
-  if (is_session) {
-    PulsePair pulse = make_pulse_pair();
-    path->pulse = std::move(pulse.host);
-    sent->pulse = std::move(pulse.worker);
+  if (worker >= members_.size()) {  // in this process: nothing travels
+    world_.members[worker].process().accept({link, {}, nullptr, [] {}});
+    check(client_.renew_path(worker, new_path(link)).ok(), "a path in this process is renewed");
+    return;
   }
-  const auto travels = [this, worker](Side from, std::function<void()> action) {
-    const Network& network = world_.members[worker].network;
-    const int64_t there = world_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns;
-    world_.scheduler.at(network.passes_at(from, there), std::move(action));
-  };
-  sent->on_accepted = [this, worker, number, path, travels] {
-    travels(Side::kWorker, [this, worker, number, path] {
-      if (members_[worker].num_orders == number)
-        members_[worker].accepted = std::make_unique<Path>(std::move(*path));
+  Tracked& tracked = members_[worker];
+  const uint64_t step = ++tracked.num_steps;
+  if (!is_session) tracked.give_up_ns = world_.scheduler.now_ns() + kPatienceNs;
+  if (is_session) path->pulse = add_pulse(*sent, world_.scheduler);
+  sent->on_accepted = [this, worker, step, path] {
+    travel(worker, Side::kWorker, [this, worker, step, path] {
+      if (!is_current(worker, step)) return;
+      members_[worker].accepted = std::make_unique<Path>(std::move(*path));
+      world_.host->wake();
     });
   };
-  travels(Side::kHost,
-          [this, worker, sent] { world_.members[worker].process().accept(std::move(*sent)); });
+  travel(worker, Side::kHost,
+         [this, worker, sent] { world_.members[worker].process().accept(std::move(*sent)); });
 }
 
-// Errors mean that the client has lost the worker meanwhile, which note_lost() sees.
+// An error means that the client has lost the worker meanwhile, of which its event tells.
 void Supervisor::take_accepted(uint32_t worker) {
   Tracked& tracked = members_[worker];
   const std::unique_ptr<Path> path = std::exchange(tracked.accepted, nullptr);
-  const bool is_session = tracked.state == State::kConnecting;
-  const Status taken =
-      is_session ? client_.replace_worker(worker, new_path(path->link), std::move(path->pulse))
-                 : client_.renew_path(worker, new_path(path->link));
-  if (!taken.ok()) return lose(worker);
+  if (!tracked.is_joining) {
+    tracked.is_renewing = false;
+    const bool is_renewed = client_.renew_path(worker, new_path(path->link)).ok();
+    if (is_renewed) world_.record(EventKind::kAttach, worker, path->link->generation());
+    return;
+  }
+  tracked.is_joining = false;
+  static_cast<void>(client_.set_admission(worker, client::Admission::kOpen));
+  const Status taken = client_.replace_worker(worker, new_path(path->link), std::move(path->pulse));
+  check(taken.ok(), "the client takes a worker back that it has lost");
   world_.record(EventKind::kAttach, worker, path->link->generation());
-  tracked.state = State::kAttached;
-  world_.set_attached(worker, true);
+  tracked.is_attached = true;
+  world_.set_attached(worker, world_.members[worker].process().is_alive());
+  post(worker, Happening::kJoined, tracked.step_attempt);
 }
 
 bool Supervisor::is_whole() const {
   const auto reports = client_.workers();
-  for (uint32_t worker = 0; worker < members_.size(); ++worker) {
-    if (members_[worker].state != State::kAttached || reports[worker].quarantined_slots > 0 ||
-        reports[worker].path == client::PathState::kLost)
-      return false;
-  }
-  return true;
+  const auto is_fit = [](const client::WorkerReport& report) {
+    return report.quarantined_slots == 0 && report.path != client::PathState::kLost;
+  };
+  return std::all_of(reports.begin(), reports.end(), is_fit) &&
+         std::all_of(members_.begin(), members_.end(), [](const Tracked& tracked) {
+           return tracked.is_attached && tracked.decided.state == "ready";
+         });
 }
 
 }  // namespace dflash::simulation

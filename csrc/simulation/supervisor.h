@@ -1,55 +1,89 @@
-// What stands in for the host's supervisor: it renews worn data paths and brings lost workers back,
-// as the runtime does over control connections. It runs on the host's task.
+// What stands in for the thread that keeps the runtime's workers (runtime/worker_keeper.py): it
+// tells the state machine of each worker what happens to it, carries out what that orders, and
+// renews worn data paths. Starting, dialling, loading and ending take virtual time.
+//
+// The state machines are asked outside of simulated threads (membership.h), and the client is told
+// by the host's task alone, so that events and orders wait for each other as they do between real
+// threads.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "client/expert_client.h"
+#include "simulation/membership.h"
 #include "simulation/world.h"
 
 namespace dflash::simulation {
 
 class Supervisor {
  public:
-  Supervisor(World& world, client::ExpertClient& client) : world_(world), client_(client) {
-    members_.resize(world.members.size());
-  }
+  // Called outside of simulated threads: every worker's machine is told that it is there. Both must
+  // outlive this.
+  Supervisor(World& world, client::ExpertClient& client, Membership& membership);
 
+  // -- on the host's task --
   // Makes the first path of a worker, which is served at once, and adds it to the client.
   void add_worker(uint32_t worker);
   // To be called every few milliseconds.
   void look();
+  // Removes a worker; it is added again once it is gone and somebody wants it back.
+  void remove(uint32_t worker);
+  void want_back(uint32_t worker);
   // Whether every worker is attached and has all its slots.
   bool is_whole() const;
+  // Whether any worker was ever suspected to hang, which costs second requests without a budget.
+  bool has_suspected() const { return has_suspected_; }
 
  private:
-  enum class State : uint8_t { kAttached, kRenewing, kLost, kConnecting };
   struct Path {
     std::shared_ptr<Link> link;
     OwnedFd pulse;  // the host's end; closed for a path that was only renewed
   };
   struct Tracked {
-    State state = State::kAttached;
-    uint64_t num_orders =
-        0;  // numbers the orders, so that a late answer to a former one is ignored
-    int64_t retry_at_ns = 0;
+    MemberDecision decided;           // the last one
+    std::vector<MemberOrder> orders;  // not carried out yet
+    bool is_attached = true;          // whether the client has it
+    bool is_renewing = false, is_joining = false;
+    bool is_wanted = true;   // whether it is added again when it is gone
+    uint64_t num_steps = 0;  // numbers what is under way, so that late answers are ignored
+    int64_t give_up_ns = 0;  // when the step under way is given up
+    uint64_t step_attempt = 0;
     std::unique_ptr<Path> accepted;  // by the worker, not yet taken by the client
   };
 
-  void order(uint32_t worker, bool is_session);
+  void post(uint32_t worker, Happening what, uint64_t attempt, const char* reason = "",
+            bool is_death = true);
+  void handle(const MemberEvent& event);
+  void take_events();
+  void note_ends();
+  void carry_out(uint32_t worker, const MemberOrder& order);
+  void start(uint32_t worker, uint64_t attempt);
+  void start_process(uint32_t worker, uint64_t attempt);
+  void dial(uint32_t worker, uint64_t attempt);
+  void join(uint32_t worker, uint64_t attempt);
+  void end(uint32_t worker, uint64_t attempt);
+  void drain(uint32_t worker, uint64_t attempt);
+  void fail(uint32_t worker, Happening what, const char* reason, bool is_death);
+  void detach(uint32_t worker, const char* reason);
+  void send_path(uint32_t worker, bool is_session);
   void take_accepted(uint32_t worker);
-  void note_lost();
-  void lose(uint32_t worker);
+  void travel(uint32_t worker, transport::Side from, std::function<void()> action);
+  bool is_current(uint32_t worker, uint64_t step) const {
+    return members_[worker].num_steps == step;
+  }
   std::shared_ptr<Link> make_link(uint32_t worker);
   client::NewPath new_path(const std::shared_ptr<Link>& link);
 
   World& world_;
   client::ExpertClient& client_;
-  std::vector<Tracked> members_;
-  int64_t next_reports_ns_ = 0;
+  Membership& membership_;
+  Random random_;
+  std::vector<Tracked> members_;  // the host's own copy, which comes last, is none of them
+  bool has_suspected_ = false;
 };
 
 }  // namespace dflash::simulation

@@ -11,8 +11,6 @@
 namespace dflash::transport {
 namespace {
 
-constexpr nfds_t kMostWatched = 64;  // simulated hosts have fewer workers
-
 bool is_filled(const WaitEntry& entry) {
   return entry.arrival.has_value() || entry.error.has_value();
 }
@@ -39,22 +37,14 @@ bool is_readable(int fd) {
 }
 
 // Says which peers have hung up their other socket; data there ends no wait.
-bool note_hangups(std::span<WaitEntry> entries) {
-  pollfd watched[kMostWatched];
-  nfds_t num_watched = 0;
-  const auto is_watched = [](const WaitEntry& entry) {
-    return entry.channel != nullptr && entry.hangup_fd >= 0;
-  };
-  for (const WaitEntry& entry : entries) {
-    if (is_watched(entry) && num_watched < kMostWatched)
-      watched[num_watched++] = {entry.hangup_fd, POLLRDHUP, 0};
-  }
-  if (num_watched == 0 || ::poll(watched, num_watched, 0) <= 0) return false;
-  const pollfd* next = watched;
+bool note_hangups(std::span<WaitEntry> entries, const simulation::Scheduler& scheduler) {
+  bool found = false;
   for (WaitEntry& entry : entries) {
-    if (is_watched(entry) && next < watched + num_watched) entry.has_hung_up = next++->revents != 0;
+    if (entry.channel == nullptr || entry.hangup_fd < 0) continue;
+    entry.has_hung_up = scheduler.has_hung_up(entry.hangup_fd);
+    found = found || entry.has_hung_up;
   }
-  return true;
+  return found;
 }
 
 }  // namespace
@@ -65,7 +55,7 @@ void wait_any(std::span<WaitEntry> entries, Deadline deadline, int64_t /*spin_ns
   simulation::Scheduler& scheduler = simulation::Scheduler::current();
   simulation::Task& task = *scheduler.running();
   scheduler.count_wait();
-  while (!poll_all(entries) && !is_readable(wake_fd) && !note_hangups(entries) &&
+  while (!poll_all(entries) && !is_readable(wake_fd) && !note_hangups(entries, scheduler) &&
          !deadline.has_passed() && !task.is_killed()) {
     task.sleep_until(deadline.when_ns());
   }

@@ -71,6 +71,7 @@ void WorkerProcess::obey(PathOrder order) {
   if (order.pulse.is_open()) {
     close_pulse();
     pulse_ = std::make_shared<worker::PulseSender>(std::move(order.pulse));
+    is_pulse_closed_ = order.is_pulse_closed;
     send_pulses(++num_sessions_);
   }
   task_->wake();
@@ -92,8 +93,10 @@ void WorkerProcess::close_pulse() {
   const Network& network = world_.members[worker_].network;
   const int64_t heard_at = network.passes_at(
       Side::kWorker, world_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns);
-  world_.scheduler.at(heard_at, [this, pulse = std::exchange(pulse_, nullptr)] {
+  world_.scheduler.at(heard_at, [this, pulse = std::exchange(pulse_, nullptr),
+                                 is_closed = std::exchange(is_pulse_closed_, nullptr)] {
     pulse->close();
+    *is_closed = true;
     world_.host->wake();
   });
 }

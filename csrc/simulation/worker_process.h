@@ -23,6 +23,7 @@ class World;
 struct PathOrder {
   std::shared_ptr<Link> link;
   OwnedFd pulse;
+  std::shared_ptr<bool> is_pulse_closed;  // set when the worker closes it
   std::function<void()> on_accepted;
 };
 
@@ -59,6 +60,7 @@ class WorkerProcess {
   std::shared_ptr<Link> link_;  // of the path that is served, or was last
   std::shared_ptr<Link> next_link_;
   std::shared_ptr<worker::PulseSender> pulse_;
+  std::shared_ptr<bool> is_pulse_closed_;
   uint64_t num_sessions_ = 0;
   bool is_serving_ = false, is_losing_pulses_ = false;
   std::vector<PathOrder> waiting_orders_;  // that came while the process was frozen

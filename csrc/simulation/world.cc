@@ -4,9 +4,12 @@
 
 #include <utility>
 
+#include "wire/frame.h"
+
 namespace dflash::simulation {
 
-constexpr size_t kMaxViolations = 20;  // the first one matters; the others show its kind
+constexpr size_t kMaxCallsWatched = 1024;  // far more than are under way at a time
+constexpr size_t kMaxViolations = 20;      // the first one matters; the others show its kind
 
 World::World(uint64_t seed, const Options& drawn)
     : random(seed ^ 0x5eed5eed5eed5eed), options(drawn), members(drawn.workers.size()) {
@@ -36,7 +39,20 @@ LinkContext World::link_context(uint32_t worker) {
           members[worker].network,
           sent,
           worker,
-          [this](std::string what) { violate(std::move(what)); }};
+          [this](std::string what) { violate(std::move(what)); },
+          [this](std::span<const std::byte> request) { check_attempt(request); }};
+}
+
+void World::check_attempt(std::span<const std::byte> request) {
+  const auto header = wire::decode_frame_header(request.first<wire::kFrameHeaderBytes>());
+  if (!header.ok()) return violate("the host sends a frame that is none");
+  const wire::FrameHeader& frame = header.value();
+  const auto first = closed_before_.try_emplace(frame.call_id, sent.num_closed).first;
+  const uint64_t most = options.holders[frame.shard].size() + sent.num_closed - first->second;
+  if (frame.attempt > most)
+    violate("attempt " + std::to_string(frame.attempt) + " of a slice of call " +
+            std::to_string(frame.call_id) + ", which has fewer holders");
+  if (closed_before_.size() > kMaxCallsWatched) closed_before_.erase(closed_before_.begin());
 }
 
 void World::start_process(uint32_t worker) {

@@ -6,7 +6,9 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,8 @@ struct Member {
   Network network;
   std::vector<std::unique_ptr<WorkerProcess>> processes;  // the last one is the present one
   uint32_t num_faults = 0;                                // that are under way
+  int64_t crashes_until_ns = 0;  // until then its process dies whenever it is started
+  bool is_unfit = false;         // what it loads next is not what it held before
   bool is_attached = false;
   // Since when nothing has been wrong with it that may fail a call; max() while something is.
   int64_t healthy_since_ns = std::numeric_limits<int64_t>::max();
@@ -51,6 +55,13 @@ class World {
   }
   void violate(std::string what);
   LinkContext link_context(uint32_t worker);
+  // How many workers are other processes; the host's own copy of the weights comes after them.
+  uint32_t num_remote() const {
+    return static_cast<uint32_t>(members.size()) - (options.workers.back().is_last_resort ? 1 : 0);
+  }
+  // Looks at the number of a request's attempt: every holder is asked once, and once more for every
+  // path that was lost meanwhile.
+  void check_attempt(std::span<const std::byte> request);
   // Starts a process for a worker whose former one is dead.
   void start_process(uint32_t worker);
   // Says that something is wrong with a worker, and that it is over.
@@ -63,6 +74,8 @@ class World {
   // After a fault, requests that piled up meanwhile are still served.
   static constexpr int64_t kSettleNs = 2'000'000'000;
   uint64_t last_generation_ = 1;
+  std::map<uint64_t, uint64_t>
+      closed_before_;  // by call: the paths closed before its first request
 };
 
 }  // namespace dflash::simulation

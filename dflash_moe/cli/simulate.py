@@ -17,6 +17,7 @@ import typer
 
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
+from dflash_moe.cli.simulated_members import SimulatedMembers
 from dflash_moe.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ def simulate(
     """Look for wrong numbers, hangs and failed calls in virtual time.
 
     Each seed draws a host, one to four workers and what breaks: processes die, freeze and come
-    back, networks are cut, messages are damaged. The client and the worker's loop are the product's
-    own. Exit code 0 where every rule was kept, 1 where one was broken; the seed then replays it.
+    back, networks are cut, messages are damaged. The client, the worker's loop and what decides
+    about lost workers are the product's own. Exit code 0 where every rule was kept, 1 where one was
+    broken; the seed then replays it.
     """
     if seed is not None:
         if seeds is not None or hours is not None:
@@ -148,7 +150,7 @@ def _simulate_one(seed: int, seconds: float, summary: Summary) -> Report:
     except ImportError as error:
         raise UnsupportedError(f"this installation has no simulator ({error}); a build from source has it") from None
     began = time.process_time()
-    report = _simulation.simulate(seed, seconds)
+    report = _simulation.simulate(seed, seconds, SimulatedMembers)
     summary.add(seed, report, time.process_time() - began)
     return report
 

@@ -94,6 +94,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/ggml_plugin/weight_buffer.cc": {"lock mutex_": "straight: keeps or copies the first refusal's text"},
     "csrc/measure/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bindings/bind_experts.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
+    "csrc/simulation/bindings/module.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bell_echo.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
     },

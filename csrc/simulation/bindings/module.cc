@@ -4,8 +4,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
 #include <map>
+#include <memory>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "simulation/simulation.h"
 
@@ -33,9 +37,74 @@ std::map<size_t, uint64_t> failed_of(const Report& report) {
   return failed;
 }
 
-Report simulate_unlocked(uint64_t seed, double seconds) {
-  const py::gil_scoped_release unlocked;
-  return simulate(seed, static_cast<int64_t>(seconds * 1e9));
+// The product's state machines, which are Python. What they raise is kept, because nothing may be
+// thrown through the core, and every later event is answered by nothing.
+class PythonMembership final : public Membership {
+ public:
+  PythonMembership(const py::object& make, uint64_t seed, const Options& options,
+                   std::string& failure)
+      : failure_(failure) {
+    const py::gil_scoped_acquire locked;
+    std::vector<bool> are_started_by_host;
+    for (const WorkerOptions& worker : options.workers) {
+      if (!worker.is_last_resort) are_started_by_host.push_back(worker.is_started_by_host);
+    }
+    try {
+      on_ = make(seed, are_started_by_host,
+                 py::make_tuple(seconds(options.backoff_ns[0]), seconds(options.backoff_ns[1])));
+    } catch (const py::error_already_set& error) {
+      failure_ = error.what();
+    }
+  }
+  ~PythonMembership() override {
+    const py::gil_scoped_acquire locked;
+    on_ = py::object();
+  }
+  PythonMembership(const PythonMembership&) = delete;
+  PythonMembership& operator=(const PythonMembership&) = delete;
+
+  MemberDecision on(const MemberEvent& event, int64_t now_ns) override {
+    MemberDecision decision;
+    if (!failure_.empty()) return decision;
+    const py::gil_scoped_acquire locked;
+    try {
+      const py::tuple answer = on_(event.worker, happening_name(event.what), event.attempt,
+                                   event.reason, event.is_death, seconds(now_ns));
+      for (const py::handle order : answer[0]) {
+        const auto fields = py::cast<py::tuple>(order);
+        // Later by what rounding may have taken, so that the time has come when it is said to have.
+        decision.orders.push_back({py::cast<std::string>(fields[0]), py::cast<uint64_t>(fields[1]),
+                                   static_cast<int64_t>(py::cast<double>(fields[2]) * 1e9) + 1000});
+      }
+      decision.state = py::cast<std::string>(answer[1]);
+      decision.is_coming = py::cast<bool>(answer[2]);
+      decision.attempt = py::cast<uint64_t>(answer[3]);
+    } catch (const std::exception& error) {
+      failure_ = error.what();
+    }
+    return decision;
+  }
+
+ private:
+  static double seconds(int64_t ns) { return static_cast<double>(ns) * 1e-9; }
+
+  py::object on_;
+  std::string& failure_;
+};
+
+Report simulate_with(uint64_t seed, double seconds, const py::object& make_members) {
+  std::string failure;
+  Report report;
+  {
+    const py::gil_scoped_release unlocked;
+    report = simulate(seed, static_cast<int64_t>(seconds * 1e9),
+                      [&](uint64_t of_seed, const Options& options) -> std::unique_ptr<Membership> {
+                        return std::make_unique<PythonMembership>(make_members, of_seed, options,
+                                                                  failure);
+                      });
+  }
+  if (!failure.empty()) throw std::runtime_error("the membership failed: " + failure);
+  return report;
 }
 
 }  // namespace
@@ -60,6 +129,6 @@ PYBIND11_MODULE(_simulation, module) {
       .def_readonly("violations", &Report::violations)
       .def_readonly("options", &Report::options)
       .def_readonly("last_events", &Report::last_events);
-  module.def("simulate", &dflash::simulation::simulate_unlocked, py::arg("seed"),
-             py::arg("seconds"));
+  module.def("simulate", &dflash::simulation::simulate_with, py::arg("seed"), py::arg("seconds"),
+             py::arg("make_members"));
 }

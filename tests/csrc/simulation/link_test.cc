@@ -20,7 +20,8 @@ constexpr transport::SlotGeometry kGeometry{3, 256, 256};
 struct Scene {
   explicit Scene(bool is_stream) {
     link = Link::create({scheduler, journal, Random(1), network, counts, 0,
-                         [this](std::string what) { violations.push_back(std::move(what)); }},
+                         [this](std::string what) { violations.push_back(std::move(what)); },
+                         [](std::span<const std::byte>) {}},
                         kGeometry, 7, is_stream)
                .value();
     host = link->end(Side::kHost);

@@ -14,6 +14,7 @@ from bench.campaigns.planted_bugs import BUGS, ROOT, find, plant
 from dflash_moe import _simulation
 from dflash_moe.cli import main, simulate
 from dflash_moe.cli.simulate import ERROR_NAMES, Summary
+from dflash_moe.cli.simulated_members import SimulatedMembers
 
 BUILD = ROOT / "build" / "core"
 # Of these, each is found by one of the first seeds.
@@ -26,7 +27,7 @@ def test_a_seed_replays_its_events(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["simulate", "--seed", "3", "--seconds", "2"]) == 0
     assert capsys.readouterr().out == first
     assert "the last 200 events before the end" in first
-    assert f"event hash {_simulation.simulate(3, 2.0).event_hash:016x}" in first
+    assert f"event hash {_simulation.simulate(3, 2.0, SimulatedMembers).event_hash:016x}" in first
 
 
 def test_the_summary_adds_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +35,7 @@ def test_the_summary_adds_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main.run(["simulate", "--seeds", "3", "--seconds", "2", "--json", str(out)]) == 0
     assert "no rule was broken" in capsys.readouterr().out
     row = json.loads(out.read_text(encoding="utf-8"))["rows"][0]
-    reports = [_simulation.simulate(seed, 2.0) for seed in (1, 2, 3)]
+    reports = [_simulation.simulate(seed, 2.0, SimulatedMembers) for seed in (1, 2, 3)]
     assert row["calls"] == sum(report.num_calls for report in reports)
     assert row["succeeded"] + row["abandoned"] + sum(row["failed"].values()) == row["calls"]
     assert sum(row["faults"].values()) == sum(sum(report.faults.values()) for report in reports)
