@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long simulate campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -120,9 +120,18 @@ test-long: core ## the exhaustive sweeps: every family, every field of a configu
 	@echo "==> exhaustive sweeps"
 	@$(BIN)/python -m pytest tests -m long -n 2
 
-# SEED=n replays one seed, with its options and last events.
+# SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, each of
+# which must be found: one changed source is compiled, all else is linked from build/core.
 simulate: core ## failures in virtual time: SEEDS=400 seeds of the real client and worker loop, a minute
+	@if [ -n "$(BUGS)" ]; then $(BIN)/python bench/campaigns/planted_bugs.py --bugs $(BUGS); fi
 	@$(BIN)/dflash-moe simulate $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),400))
+
+kills: core ## worker processes killed and stopped in calls: KILLS=1000 over each transport, two minutes
+	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
+	@$(CMAKE) --build build/tests -j $(JOBS) --target worker_kills -- --quiet | sed '/^-- /d'
+	@mkdir -p build/campaign
+	@$(BIN)/python bench/campaigns/worker_kills.py --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl \
+	  $(if $(KILLS),--kills $(KILLS) --lone-kills $(KILLS)) $(if $(STOPS),--stops $(STOPS))
 
 # What takes longer than CI. The exit status is the verdict.
 # With LLAMA_CPP=DIR and LLAMA_BUILD=DIR, sources and build of a llama.cpp, also what only its own
@@ -130,9 +139,7 @@ simulate: core ## failures in virtual time: SEEDS=400 seeds of the real client a
 campaign: core ## the long proofs: worker processes killed, all that can break, ten thousand random requests through one engine (4 hours)
 	@mkdir -p build/campaign
 	@echo "==> worker processes killed and stopped in calls, 1,000 over each transport"
-	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
-	@$(CMAKE) --build build/tests -j $(JOBS) --target worker_kills -- --quiet | sed '/^-- /d'
-	@$(BIN)/python bench/campaigns/worker_kills.py --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl
+	@$(MAKE) --no-print-directory kills
 	@echo "==> workers started anew, added, removed and replaced under load"
 	@$(BIN)/python bench/campaigns/rolling_restarts.py --json build/campaign/rolling_restarts.json --events build/campaign/rolling_restarts.jsonl
 	@echo "==> whatever breaks: workers, files, memory, networks, calls of the system, and a soak"

@@ -7,8 +7,11 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import itertools
+import os
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,20 +147,40 @@ class Summary:
         }
 
 
-def _simulate_one(seed: int, seconds: float, summary: Summary) -> Report:
+def _simulate_one(seed: int, seconds: float) -> tuple[Report, float]:
+    """Returns what a seed did, and the time of a processor that it took."""
     try:
         from dflash_moe import _simulation
     except ImportError as error:
         raise UnsupportedError(f"this installation has no simulator ({error}); a build from source has it") from None
-    began = time.process_time()
+    began = time.thread_time()
     report = _simulation.simulate(seed, seconds, SimulatedMembers)
-    summary.add(seed, report, time.process_time() - began)
-    return report
+    return report, time.thread_time() - began
+
+
+def _simulate_all(seeds: Iterable[int], seconds: float) -> Iterator[tuple[int, Report, float]]:
+    """Simulates on all processors, and yields in the order of the seeds."""
+    num_threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads) as pool:
+        pending: deque[tuple[int, Future[tuple[Report, float]]]] = deque()
+        try:
+            for seed in seeds:
+                pending.append((seed, pool.submit(_simulate_one, seed, seconds)))
+                if len(pending) > num_threads:
+                    first, done = pending.popleft()
+                    yield first, *done.result()
+            while pending:
+                first, done = pending.popleft()
+                yield first, *done.result()
+        finally:
+            for _, unused in pending:
+                unused.cancel()
 
 
 def _replay(seed: int, seconds: float) -> Summary:
     summary = Summary(first_seed=seed, seconds=seconds)
-    report = _simulate_one(seed, seconds, summary)
+    report, cpu_s = _simulate_one(seed, seconds)
+    summary.add(seed, report, cpu_s)
     typer.echo(f"seed {seed}, {seconds:g} s in which things break")
     typer.echo("\n".join(f"  {line}" for line in report.options))
     typer.echo(f"the last {len(report.last_events)} events before " + ("the violation" if report.violations else "the end"))
@@ -171,10 +194,10 @@ def _replay(seed: int, seconds: float) -> Summary:
 def _run_many(first: int, count: int | None, hours: float | None, seconds: float) -> Summary:
     summary = Summary(first_seed=first, seconds=seconds)
     told = time.monotonic()
-    for seed in itertools.count(first) if count is None else range(first, first + count):
+    for seed, report, cpu_s in _simulate_all(itertools.count(first) if count is None else range(first, first + count), seconds):
         if hours is not None and summary.virtual_s >= hours * 3600:
             break
-        report = _simulate_one(seed, seconds, summary)
+        summary.add(seed, report, cpu_s)
         if report.violations:
             _say_failure(seed, seconds, report)
         if time.monotonic() - told > _PROGRESS_S:
