@@ -120,8 +120,8 @@ test-long: core ## the exhaustive sweeps: every family, every field of a configu
 	@echo "==> exhaustive sweeps"
 	@$(BIN)/python -m pytest tests -m long -n 2
 
-# SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, each of
-# which must be found: one changed source is compiled, all else is linked from build/core.
+# SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, which
+# must be found: one changed source is compiled for each, all else is linked from build/core.
 simulate: core ## failures in virtual time: SEEDS=400 seeds of the real client and worker loop, a minute
 	@if [ -n "$(BUGS)" ]; then $(BIN)/python bench/campaigns/planted_bugs.py --bugs $(BUGS); fi
 	@$(BIN)/dflash-moe simulate $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),400))

@@ -192,6 +192,10 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/cli/loading.py": {
         "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
     },
+    "dflash_moe/cli/simulate.py": {
+        "leave ThreadPoolExecutor": "bounded: the seeds under way end; virtual time goes on even for code that spins",
+        "call done.result": "bounded: a seed ends, because virtual time goes on even for code that spins",
+    },
     "dflash_moe/engine/delivery.py": {
         "call arrived.wait": "bounded: asyncio.wait_for around it gives it up after LOOK_S, a second",
         "lock self._lock": "bounded: held over lists and the bells of who waits; all waits are done without it",
