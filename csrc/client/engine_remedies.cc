@@ -217,7 +217,6 @@ bool Engine::ask_untried(Call& call, int64_t now) {
   int64_t until = 0;
   const auto is_hopeless = [&](const Slice& slice) {
     if (slice.state == SliceState::kArrived) return false;
-    if (slice.state == SliceState::kHomeless) return true;
     const int64_t hedged = hedged_until(slice);
     until = std::max(until, hedged);
     return hedged <= now && find_untried(slice) == nullptr;
@@ -228,7 +227,12 @@ bool Engine::ask_untried(Call& call, int64_t now) {
   for (Slice& slice : slices) {
     if (slice.state == SliceState::kArrived || hedged_until(slice) > now) continue;
     Link& next = *find_untried(slice);
-    give_up_attempts(slice);
+    if (slice.state == SliceState::kHomeless) {  // such as one that waits for the grace to pass
+      end_parking(slice, now);
+      --num_homeless_;
+    } else {
+      give_up_attempts(slice);
+    }
     give(slice, next, now);
   }
   return true;

@@ -101,6 +101,24 @@ TEST_CASE("a call ends at its deadline where one of its shards has nobody else")
   CHECK(!scene.puppets[0].try_take());
 }
 
+TEST_CASE("a call's deadline comes before the grace in which the last resort is not asked") {
+  SceneOptions options = with_timeout(500'000'000);
+  options.last_resort = 0;
+  options.client.reconnect_grace_ns = options.client.park_ns = 30'000'000'000;
+  Replicated scene(options);
+  REQUIRE(scene.client.set_remedy(1, true).ok());
+  Tokens tokens{{2}};
+  const CallPtr call = scene.submit(tokens);
+  scene.client.mark_lost(1, "gone for a moment");
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+  }
+  REQUIRE(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+  CHECK(scene.counters(1).parked_ns > 0);
+}
+
 TEST_CASE("a holder that was asked shortly before the deadline gets its time") {
   SceneOptions options = with_timeout(1'000'000'000, true);
   options.client.suspect_ns = 700'000'000;

@@ -159,6 +159,7 @@ struct SceneOptions {
   transport::SlotGeometry geometry{3, 4096, 4096};  // as data paths have: window + 1
   SlicePolicy policy{64, 2};
   bool has_pulses = false;
+  std::optional<uint32_t> last_resort;  // the worker that is asked only where no other can be
   ClientOptions client{30'000'000'000, 2'000'000'000};
 };
 
@@ -203,6 +204,7 @@ class PuppetScene {
     worker.name = std::string("w").append(std::to_string(index));
     worker.path = {std::move(pair.host), kGeneration};
     worker.policy = options.policy;
+    worker.is_last_resort = options.last_resort == index;
     Puppet puppet;
     puppet.channel = std::move(pair.worker);
     if (options.has_pulses) {
