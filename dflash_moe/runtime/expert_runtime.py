@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
-from dflash_moe.config.remedies import host_grace_ms
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement
@@ -27,28 +26,20 @@ from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.runtime import observe
-from dflash_moe.runtime.audit import Audit
-from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
-from dflash_moe.runtime.client_calls import ClientCalls
+from dflash_moe.runtime.auto import WorkerForecast, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy, held_checksums
-from dflash_moe.runtime.control import ControlSocket, WorkerOrders
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
-from dflash_moe.runtime.elastic import Elastic
 from dflash_moe.runtime.expert_call import BoundExperts, ExpertCall
-from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
-from dflash_moe.runtime.held_shards import holders_by_shard
-from dflash_moe.runtime.holder_lists import HolderLists
-from dflash_moe.runtime.host_fallback import HostFallback
+from dflash_moe.runtime.fleet import ChannelDecorator, LoadingReport
 from dflash_moe.runtime.kept_worker import WorkerState
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
-from dflash_moe.runtime.path_keeper import PathKeeper
 from dflash_moe.runtime.placed_experts import PlacedExperts, slices_of
+from dflash_moe.runtime.runtime_parts import RuntimeParts
 from dflash_moe.runtime.step_replay import StepReplay
 from dflash_moe.runtime.tensors import HostTensors
 from dflash_moe.runtime.transports import check_paths
-from dflash_moe.runtime.worker_keeper import WorkerKeeper, restart_policy
 from dflash_moe.topology import HOST, Topology, WorkerSpec
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
@@ -73,32 +64,10 @@ class ExpertRuntime:
         self._placed = placed
         self._overrides = overrides
         self._fleet = placed.fleet
-        settings = placed.settings
-        self._client = _core.Client(
-            spin_ns=placed.threads.spin_ns,
-            call_timeout_s=settings.call_timeout_s,
-            stall_timeout_s=settings.stall_timeout_s,
-            suspect_s=settings.suspect_ms / 1000,
-            park_s=settings.park_s,
-            reconnect_grace_s=host_grace_ms(settings) / 1000,
-            hedge_share=settings.hedge,
-        )
-        self._keeper = PathKeeper(self._client, placed)
-        self._holders = HolderLists(self._client)
-        self._fallback = HostFallback(self._client, placed, self._keeper, self._holders)
-        calls = ClientCalls(self._client, self._keeper, self._fallback)
-        self._workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
-        calls.on_idle = _idle_teller(self._fleet, self._workers)
-        self._elastic = Elastic(self._client, placed, self._keeper, self._workers, self._holders)
-        self._keeper.on_loss = self._workers.ring
-        self._audit = Audit(
-            self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
-            outvote=self._workers.outvote,
-        )  # fmt: skip
-        self._control = ControlSocket(WorkerOrders(placed, self._elastic, self._workers).answer)
-        self._finalizer = weakref.finalize(
-            self, _end, self._audit, self._workers, self._keeper, self._fallback, self._fleet, self._client, self._control
-        )
+        self._parts = parts = RuntimeParts(placed)
+        self._client, self._keeper, self._workers = parts.client, parts.paths, parts.workers
+        self._elastic, self._fallback, self._audit = parts.elastic, parts.fallback, parts.audit
+        self._finalizer = weakref.finalize(self, parts.end)
         self._table = LayerTable(placed.spec.layers)
         host = DeviceChoice.of_host(placed.topology.host)
         self._device = None if host.is_processor else DeviceTensors(host)
@@ -150,51 +119,15 @@ class ExpertRuntime:
     def _open(self, on_loading: LoadingReport | None) -> None:
         if self._device is not None:
             log.info("host.device: %s", self._device.device.name)
-        self._placed.start(on_loading)
-        plans = self._placed.plan_slots()
-        slices = self._placed.slices
-        client = self._client
-        request_dtype, reply_dtype = self.wire_dtypes
-        for name, member in self._fleet.members.items():
-            channel, generation, pulse_fd = self._fleet.attach(member, plans[name])
-            member.client_index = client.add_worker(
-                name=name,
-                channel=channel,
-                generation=generation,
-                pulse_fd=pulse_fd,
-                slice_tokens=slices.slice_tokens,
-                window=self._placed.window(member.slots),
-                request_dtype=request_dtype,
-                reply_dtype=reply_dtype,
-                is_measured=slices.is_measured,
-            )
-        classes = cost_classes(self.spec.layers)
-        layers = self._fleet.shards_by_layer(self._placed.held)
-        for layer, shards in layers:
-            client.define_layer(
-                layer=layer.index,
-                name=layer.name,
-                in_size=layer.ffn.in_size,
-                out_size=layer.ffn.out_size,
-                num_experts=layer.num_experts,
-                shards=shards,
-                cost_class=classes[layer.index],
-            )
-        for where, holders in holders_by_shard(self.spec, self.placement).items():
-            self._holders.begin(where, [self._fleet.members[name].client_index for name in holders])
-        self._fallback.start()
-        client.set_profile(bool(self.settings.profile))
+        layers = self._parts.open(on_loading)
         if self._device is not None:
             self._steps = DeviceSteps(
-                client, self._device, self._fleet, self._table, layers=layers,
+                self._client, self._device, self._fleet, self._table, layers=layers,
                 nap_ns=0 if self._placed.threads.spin_ns else NAP_NS,
                 timeout_s=lambda: self.settings.call_timeout_s, patience_s=lambda: self.call_limit_s,
             )  # fmt: skip
             self._replay = StepReplay(self._steps, lambda: self.settings.call_timeout_s)
-        self._keeper.start()
-        self._workers.start(self._placed.held)
-        self._audit.start()
-        self._control.start()
+        self._parts.run()
         self._is_open = True
 
     @property
@@ -622,26 +555,3 @@ class ExpertRuntime:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _idle_teller(fleet: Fleet, workers: WorkerKeeper) -> Callable[[int], None]:
-    """Returns what tells the keeper that a worker, by its number, has nothing in flight."""
-    return lambda index: workers.note_idle(fleet.at_index(index).name)
-
-
-def _end(
-    audit: Audit, workers: WorkerKeeper, keeper: PathKeeper, fallback: HostFallback, fleet: Fleet, client: _core.Client,
-    control: ControlSocket,
-) -> None:  # fmt: skip
-    """Ends a runtime that was closed or dropped; its channels go once the last call has left."""
-    audit.call_off()
-    fallback.call_off()
-    workers.call_off()
-    keeper.call_off()
-    fallback.close()
-    fleet.close()
-    control.close()
-    keeper.close()
-    workers.close()
-    audit.close()
-    client.close()
