@@ -159,8 +159,9 @@ struct SceneOptions {
   transport::SlotGeometry geometry{3, 4096, 4096};  // as data paths have: window + 1
   SlicePolicy policy{64, 2};
   bool has_pulses = false;
-  std::optional<uint32_t> last_resort;  // the worker that is asked only where no other can be
   ClientOptions client{30'000'000'000, 2'000'000'000};
+  // The worker that is asked only where no other can be.
+  std::optional<uint32_t> last_resort = std::nullopt;
 };
 
 class PuppetScene {
