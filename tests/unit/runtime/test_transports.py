@@ -29,6 +29,7 @@ from dflash_moe.runtime.transports import choose_transport
 from dflash_moe.topology import Topology, parse_address
 from dflash_moe.workers import process
 from dflash_moe.workers.listener import open_listener
+from dflash_moe.workers.resident import ResidentWeights
 from tests.checks import headers
 from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
 
@@ -145,7 +146,7 @@ def test_a_row_more_is_a_transport_more_for_both_ends_and_a_whole_runtime(spec: 
     def serve() -> None:
         caller = listener.next_caller()
         if caller is not None:
-            process._serve_caller(caller, identity, listener)
+            process._serve_caller(caller, identity, listener, ResidentWeights())
 
     worker = threading.Thread(target=serve)
     worker.start()
