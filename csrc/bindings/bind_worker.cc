@@ -38,7 +38,7 @@ struct StoreBox {
   bool is_mapped;  // whether its shards compute from the files
 };
 
-// The loan of a shard as Python holds it while it loads. `store` keeps the files open.
+// The loan of a shard as Python holds it while it loads.
 struct LoanBox {
   py::object store;
   std::shared_ptr<ResidentShard> shard;
@@ -49,12 +49,20 @@ struct LoanBox {
   }
 };
 
-void keep_files(const py::object& store, std::initializer_list<py::object> sources) {
+// Makes the shard keep the files of the sources, each of which is None or a tuple
+// (weight_sources.h).
+void keep_files(ResidentShard& shard, std::initializer_list<py::object> sources) {
+  const auto keep = [&shard](const py::handle& file) {
+    shard.keep_file(py::cast<std::shared_ptr<MappedFile>>(file));
+  };
   for (const py::object& source : sources) {
     if (source.is_none()) continue;
     const auto parts = py::cast<py::tuple>(source);
-    py::detail::keep_alive_impl(store, parts[0]);
-    if (parts.size() == 10) py::detail::keep_alive_impl(store, parts[7]);
+    keep(parts[0]);
+    if (parts.size() >= 10) keep(parts[7]);
+    if (parts.size() < 11) continue;
+    const py::object zeros = py::cast<py::tuple>(parts[10])[4];
+    if (!zeros.is_none()) keep(py::cast<py::tuple>(zeros)[0]);
   }
 }
 
@@ -65,7 +73,7 @@ compute::ExpertWeights weights_of(const py::object& gate, const py::object& up,
           vector_source(gate_bias), vector_source(up_bias), vector_source(down_bias)};
 }
 
-// The arguments keep the files open until the store does so. The store ends reading before they go.
+// The arguments keep the files open until the shard does so.
 void load_expert(const LoanBox& self, uint32_t local_expert_id, const py::object& gate,
                  const py::object& up, const py::object& down, const py::object& gate_bias,
                  const py::object& up_bias, const py::object& down_bias) {
@@ -78,7 +86,7 @@ void load_expert(const LoanBox& self, uint32_t local_expert_id, const py::object
     status = box.store->load_expert(shard, local_expert_id, weights);
   }
   if (box.is_mapped || shard->keeps_sources(local_expert_id))
-    keep_files(self.store, {gate, up, down, gate_bias, up_bias, down_bias});
+    keep_files(*shard, {gate, up, down, gate_bias, up_bias, down_bias});
   unwrap(std::move(status));
 }
 
@@ -88,7 +96,7 @@ void reload_expert(const LoanBox& self, uint32_t local_expert_id, const py::obje
   const compute::ExpertWeights weights = weights_of(gate, up, down, gate_bias, up_bias, down_bias);
   const auto& box = py::cast<const StoreBox&>(self.store);
   const std::shared_ptr<ResidentShard> shard = self.get();
-  if (box.is_mapped) keep_files(self.store, {gate, up, down, gate_bias, up_bias, down_bias});
+  if (box.is_mapped) keep_files(*shard, {gate, up, down, gate_bias, up_bias, down_bias});
   Status status = ok();
   {
     py::gil_scoped_release unlocked;
@@ -139,26 +147,18 @@ py::bytes compute_rows(const LoanBox& self, const std::string& rows, const std::
   return {reinterpret_cast<const char*>(reply.data()), reply.size()};
 }
 
-// A scrubber with the files from which mapped shards compute.
-struct ScrubberBox {
-  py::object store;
-  std::unique_ptr<store::Scrubber> scrubber;
-};
-
-std::unique_ptr<ScrubberBox> make_scrubber(const py::object& store, double period_s) {
-  const auto& box = py::cast<const StoreBox&>(store);
+std::unique_ptr<store::Scrubber> make_scrubber(const StoreBox& store, double period_s) {
   if (!(period_s > 0.0 && period_s <= 1e9))
     raise(Error{ErrorCode::kInvalidArgument, "period_s is not above 0"});
-  return std::make_unique<ScrubberBox>(
-      ScrubberBox{store, std::make_unique<store::Scrubber>(box.store, period_s)});
+  return std::make_unique<store::Scrubber>(store.store, period_s);
 }
 
 // Makes (weights fingerprint, local expert), or None once the scrubber was stopped.
-py::object next_damage(ScrubberBox& self) {
+py::object next_damage(store::Scrubber& self) {
   std::optional<store::Damage> damage;
   {
     py::gil_scoped_release unlocked;
-    damage = self.scrubber->run();
+    damage = self.run();
   }
   if (!damage) return py::none();
   return py::make_tuple(damage->weights_fingerprint, damage->local_expert_id);
@@ -237,10 +237,8 @@ WorkerHolder make_worker(const std::string& name, int64_t spin_ns, double slowdo
                       DeleteInOwnProcess());
 }
 
-// Makes the worker keep the store alive, and with it the files from which a mapped shard computes.
-void hold(const py::object& self, uint32_t layer, uint32_t shard, const LoanBox& loan) {
-  unwrap(py::cast<ExpertWorker&>(self).hold(LayerShard{layer, shard}, loan.get()));
-  py::detail::keep_alive_impl(self, loan.store);
+void hold(ExpertWorker& self, uint32_t layer, uint32_t shard, const LoanBox& loan) {
+  unwrap(self.hold(LayerShard{layer, shard}, loan.get()));
 }
 
 void serve(ExpertWorker& self, ChannelBox& channel, uint64_t generation) {
@@ -269,8 +267,10 @@ std::unique_ptr<ChannelBox> serve_inline(const WorkerHolder& self,
 }  // namespace
 
 void bind_store(py::module_& module) {
-  py::class_<MappedFile>(module, "MappedFile")
-      .def(py::init([](const std::string& path) { return unwrap(MappedFile::open(path)); }),
+  py::class_<MappedFile, std::shared_ptr<MappedFile>>(module, "MappedFile")
+      .def(py::init([](const std::string& path) {
+             return std::shared_ptr<MappedFile>(unwrap(MappedFile::open(path)));
+           }),
            py::arg("path"))
       .def_property_readonly("size", &MappedFile::size_bytes)
       .def(
@@ -340,12 +340,12 @@ void bind_shards(py::module_& module) {
           },
           py::arg("num_bytes"))
       .def("value", [](const ReaderBox& self) { return self.reader.value(); });
-  py::class_<ScrubberBox>(module, "Scrubber")
+  py::class_<store::Scrubber>(module, "Scrubber")
       .def(py::init(&make_scrubber), py::arg("store"), py::kw_only(), py::arg("period_s"))
       .def("next_damage", &next_damage)
-      .def("stop", [](ScrubberBox& self) { self.scrubber->stop(); })
-      .def("stats", [](const ScrubberBox& self) {
-        const store::ScrubStats stats = self.scrubber->stats();
+      .def("stop", [](store::Scrubber& self) { self.stop(); })
+      .def("stats", [](const store::Scrubber& self) {
+        const store::ScrubStats stats = self.stats();
         py::dict fields;
         fields["scrubbed_bytes"] = stats.scrubbed_bytes;
         fields["scrub_damages"] = stats.damages;

@@ -14,6 +14,10 @@ int rank_of(const Link& link) {
   return link.is_suspect || link.is_late ? 1 : 0;
 }
 
+bool contains(std::span<const uint32_t> holders, uint32_t holder) {
+  return std::find(holders.begin(), holders.end(), holder) != holders.end();
+}
+
 bool is_within_grace(const Link& link, int64_t now, int64_t grace_ns) {
   return link.path.is_lost() && link.has_remedy && now - link.lost_ns < grace_ns;
 }
@@ -26,7 +30,7 @@ Link* pick_holder(std::span<const uint32_t> holders, Links links,
   for (const uint32_t holder : holders) {
     Link* link = links[holder].get();
     if (!link->is_usable() || link == except) continue;
-    if (std::find(refused_by.begin(), refused_by.end(), holder) != refused_by.end()) continue;
+    if (contains(refused_by, holder)) continue;
     if (best == nullptr || rank_of(*link) < rank_of(*best) ||
         (rank_of(*link) == rank_of(*best) && link->backlog_ns() < best->backlog_ns()))
       best = link;
@@ -41,10 +45,11 @@ bool owes_late_answer(const Link& link, int64_t now) {
   });
 }
 
-Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now,
-                     int64_t grace_ns) {
+Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns,
+                     std::span<const uint32_t> refused_by) {
   bool is_usable = false, is_busy = false, comes_back = false, is_in_grace = false;
   for (const uint32_t holder : holders) {
+    if (contains(refused_by, holder)) continue;
     const Link& link = *links[holder];
     if (link.is_usable()) {
       if (!link.is_last_resort) return Standing::kUsable;

@@ -20,16 +20,17 @@ namespace dflash::client {
 Link* pick_holder(std::span<const uint32_t> holders, Links links,
                   std::span<const uint32_t> refused_by = {}, const Link* except = nullptr);
 
-// What can be expected of the holders of a shard, from the best to the worst.
+// What can be expected of the holders of a shard that have not refused, from the best to the worst.
 enum class Standing : uint8_t {
   kUsable,      // one of them can be asked now
   kPathBusy,    // none now, but a data path is being renewed, or lent to a device step
   kComingBack,  // all are lost, and somebody brings one of them back
-  kGone,        // all are lost for good
+  kGone,        // all are lost for good, or have refused
 };
 // `grace_ns`: for so long after its loss, a holder that is brought back is preferred to the last
 // resort.
-Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns);
+Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns,
+                     std::span<const uint32_t> refused_by = {});
 // Names everybody who held a shard of the layer and is lost, and how; one of them at least is.
 Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Links links);
 

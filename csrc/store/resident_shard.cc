@@ -104,6 +104,12 @@ bool ResidentShard::keeps_sources(uint32_t local_expert_id) const {
          sources_[local_expert_id].source.load(std::memory_order_acquire) == Source::kUnread;
 }
 
+void ResidentShard::keep_file(std::shared_ptr<const MappedFile> file) {
+  const std::lock_guard lock(files_mutex_);
+  if (std::find(files_.begin(), files_.end(), file) == files_.end())
+    files_.push_back(std::move(file));
+}
+
 ContentState ResidentShard::content() const {
   ContentState state;
   std::vector<uint64_t> values;

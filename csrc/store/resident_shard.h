@@ -15,6 +15,7 @@
 #include "base/result.h"
 #include "compute/experts/content_checksum.h"
 #include "compute/experts/expert_backend.h"
+#include "store/mapped_file.h"
 
 namespace dflash::store {
 
@@ -57,11 +58,14 @@ class ResidentShard {
   bool is_complete() const;
 
   // Loads an expert; different experts may be loaded from different threads. Where the shard keeps
-  // its sources, what `weights` refers to must outlive the shard. Errors: those of ExpertLayer.
+  // its sources, what `weights` refers to must outlive the shard (keep_file). Errors: those of
+  // ExpertLayer.
   Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
                      compute::YieldingProgress& progress);
   // Whether the weights of a loaded expert stay in the checkpoint, or are still to be read there.
   bool keeps_sources(uint32_t local_expert_id) const;
+  // Keeps a file mapped as long as the shard lives. Any thread.
+  void keep_file(std::shared_ptr<const MappedFile> file);
 
   // Computes a batch; any thread, one at a time. While experts of the shard are damaged it waits
   // for them to be loaded again, at most kReloadNs, so that nothing is computed from weights that
@@ -110,6 +114,8 @@ class ResidentShard {
   const ShardFacts facts_;
   const uint64_t predicted_bytes_;
   const std::shared_ptr<compute::ExpertBackend> backend_;
+  std::mutex files_mutex_;
+  std::vector<std::shared_ptr<const MappedFile>> files_;  // guarded; `experts_` may refer to them
   const std::unique_ptr<compute::ExpertLayer> experts_;
   std::vector<Expert> sources_;  // [num_local_experts]
   std::atomic<uint32_t> num_loaded_{0};

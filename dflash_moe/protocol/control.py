@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,16 @@ def listen() -> socket.socket:
     """Opens a listening socket for this process at a fresh address. Raises DflashError naming what
     the system refused.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(f"\0{_prefix()}{os.getpid()}.{secrets.token_hex(4)}")
-        listener.listen(8)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise system_failure("the socket for orders could not be made", error) from None
-    return listener
+    with ExitStack() as undo:
+        try:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(f"\0{_prefix()}{os.getpid()}.{secrets.token_hex(4)}")
+            listener.listen(8)
+            listener.setblocking(False)
+        except OSError as error:
+            raise system_failure("the socket for orders could not be made", error) from None
+        undo.pop_all()
+        return listener
 
 
 def running_hosts() -> dict[int, list[str]]:

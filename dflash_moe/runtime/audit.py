@@ -133,6 +133,8 @@ class Audit:
                 self._taps.clear()
             if bell >= 0:
                 os.close(bell)
+            self._twin.close()
+            self._third.close()
 
     def stats(self) -> dict[str, Any]:
         """Returns `audited_rows`, `mismatches`, those in which this host itself was `host_wrong` or

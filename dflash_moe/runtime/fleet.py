@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import threading
 import time
@@ -441,6 +442,19 @@ class Fleet:
             session = _session(member)
             is_open = self.may_open_replies and session.started is not None
             channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)
+        try:
+            channel = self._wrapped(member, channel)
+        except BaseException:
+            if pulse_fd >= 0:
+                os.close(pulse_fd)
+            raise
+        member.slots = slots
+        return channel, generation, pulse_fd
+
+    def _wrapped(self, member: Member, channel: _core.Channel) -> _core.Channel:
+        """Returns what the client uses instead of a channel: a slower one where the topology asks
+        for that, and one that the audit sees.
+        """
         emulate = member.spec.emulate if member.spec is not None else None
         if emulate is not None and (emulate.delay_ms or emulate.jitter_ms or emulate.mbit_s):
             channel = _core.make_emulated(
@@ -451,8 +465,7 @@ class Fleet:
         if member.local is None:
             # Experts in this process are computed by the code that would compute them again.
             channel = self.watch(member.name, channel)
-        member.slots = slots
-        return channel, generation, pulse_fd
+        return channel
 
     @property
     def attach_timeout_s(self) -> float:
@@ -496,6 +509,7 @@ class Fleet:
                 member.local.close()
         if self._launcher is not None:
             self._launcher.close()
+        self.golden.close()
 
     def kill(self) -> None:
         """Sends SIGKILL to every worker that the host started, so that threads which wait for one

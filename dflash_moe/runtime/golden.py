@@ -94,6 +94,10 @@ class GoldenRows:
                 num_rows += 1
         log.info("worker %s: %d golden rows compared in %.0f ms", holder, num_rows, 1000 * (time.monotonic() - began))
 
+    def close(self) -> None:
+        """Lets go of the checkpoint's files; never raises."""
+        self._twin.close()
+
     def _compare(self, holder: str, held: HeldShard, question: RowQuestion, reply: bytes) -> None:
         expected = self._expected(holder, held, question, reply)
         if reply != expected.reply and expected.source != HOST:

@@ -80,6 +80,11 @@ class HostTwin:
                 loan.give_back()
                 store.drop_unborrowed()
 
+    def close(self) -> None:
+        """Lets go of the checkpoint's files; never raises. A later row opens them again."""
+        with self._lock:
+            self._checkpoint = self._store = None
+
     def _opened(self) -> tuple[ExpertStore, Checkpoint]:
         if self._checkpoint is None or self._store is None:
             self._checkpoint = Checkpoint.open(self._path)

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,28 +37,33 @@ class RuntimeParts:
         """Builds the parts without starting anything."""
         self._placed, self._fleet = placed, placed.fleet
         settings = placed.settings
-        self.client = _core.Client(
-            spin_ns=placed.threads.spin_ns,
-            call_timeout_s=settings.call_timeout_s,
-            stall_timeout_s=settings.stall_timeout_s,
-            suspect_s=settings.suspect_ms / 1000,
-            park_s=settings.park_s,
-            reconnect_grace_s=host_grace_ms(settings) / 1000,
-            hedge_share=settings.hedge,
-        )
-        self.paths = PathKeeper(self.client, placed)
-        self.holders = HolderLists(self.client)
-        self.fallback = HostFallback(self.client, placed, self.paths, self.holders)
-        calls = ClientCalls(self.client, self.paths, self.fallback)
-        self.workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
-        calls.on_idle = self._note_idle
-        self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
-        self.paths.on_loss = self.workers.ring
-        self.audit = Audit(
-            self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
-            outvote=self.workers.outvote,
-        )  # fmt: skip
-        self.control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
+        # Those that were built have descriptors already where a later one gets none.
+        with ExitStack() as built:
+            self.client = _core.Client(
+                spin_ns=placed.threads.spin_ns,
+                call_timeout_s=settings.call_timeout_s,
+                stall_timeout_s=settings.stall_timeout_s,
+                suspect_s=settings.suspect_ms / 1000,
+                park_s=settings.park_s,
+                reconnect_grace_s=host_grace_ms(settings) / 1000,
+                hedge_share=settings.hedge,
+            )
+            built.callback(self.client.close)
+            self.paths = PathKeeper(self.client, placed)
+            self.holders = HolderLists(self.client)
+            self.fallback = HostFallback(self.client, placed, self.paths, self.holders)
+            calls = ClientCalls(self.client, self.paths, self.fallback)
+            self.workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
+            built.callback(self.workers.close)
+            calls.on_idle = self._note_idle
+            self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
+            self.paths.on_loss = self.workers.ring
+            self.audit = Audit(
+                self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
+                outvote=self.workers.outvote,
+            )  # fmt: skip
+            self.control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
+            built.pop_all()
 
     def _note_idle(self, index: int) -> None:
         """Tells the keeper that a worker, by the client's number, has nothing in flight."""

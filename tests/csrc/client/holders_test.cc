@@ -157,6 +157,41 @@ TEST_CASE("a refusal is a failed attempt, and only numbers out of range are the 
   }
 }
 
+TEST_CASE("a slice that one holder refused waits for another whose path is renewed, or who is brought back") {
+  for (const bool is_lost : {false, true}) {
+    CAPTURE(is_lost);
+    Replicated scene(quick(true));
+    REQUIRE(scene.client.set_remedy(0, true).ok());
+    Tokens tokens{{2}};
+    const CallPtr call = scene.submit(tokens);
+    if (is_lost) {
+      scene.client.mark_lost(0, "its process ended");
+    } else {
+      REQUIRE(scene.client.retire_path(0, "a test").ok());
+    }
+    scene.puppets[1].send(refusal(scene.puppets[1].take(), Error{ErrorCode::kWorkerFailed, "no"}));
+    CHECK(!scene.client.wait(call, Deadline::after_ms(30)));
+    auto pair = transport::make_loopback({3, 4096, 4096}).value();
+    NewPath path{std::move(pair.host), kGeneration + 1};
+    int ends[2];
+    REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    OwnedFd host(ends[0]);
+    if (is_lost) {
+      REQUIRE(scene.client.replace_worker(0, std::move(path), std::move(host)).ok());
+      scene.puppets[0].pulse = OwnedFd(ends[1]);
+    } else {
+      OwnedFd unused(ends[1]);
+      REQUIRE(scene.client.renew_path(0, std::move(path)).ok());
+    }
+    scene.puppets[0].channel = std::move(pair.worker);
+    while (!scene.client.wait(call, Deadline::after_ms(1))) {
+      if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+    }
+    CHECK(scene.client.outcome(call).ok());
+    CHECK(tokens.is_right());
+  }
+}
+
 TEST_CASE("when all holders refuse, the error names each of them") {
   Replicated scene;
   Tokens tokens{{2}};
