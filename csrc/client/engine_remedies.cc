@@ -63,8 +63,8 @@ void Engine::rehome_one(Slice& slice, int64_t now) {
     --num_homeless_;
     return give(slice, *home, now);
   }
-  const Standing standing = standing_of(holders_of(slice), links_, now, options_.reconnect_grace_ns,
-                                        troubles.refused_by);
+  const Standing standing =
+      standing_of(holders_of(slice), links_, now, options_.reconnect_grace_ns, troubles.refused_by);
   if (standing != Standing::kGone && slice.num_attempts < kMostAttempts) {
     if (troubles.parked_ns == 0) troubles.parked_ns = now;
     if (now - troubles.parked_ns <= options_.park_ns) return;
@@ -106,9 +106,8 @@ Link* Engine::find_home(Slice& slice, int64_t now) const {
     Link* link = pick_holder(holders, links_, troubles.refused_by);
     if (link == nullptr) return nullptr;
     // Not yet the last resort, as long as another holder may be back at once.
-    if (link->is_last_resort &&
-        standing_of(holders, links_, now, options_.reconnect_grace_ns, troubles.refused_by) !=
-            Standing::kUsable)
+    if (link->is_last_resort && standing_of(holders, links_, now, options_.reconnect_grace_ns,
+                                            troubles.refused_by) != Standing::kUsable)
       return nullptr;
     if (fits(slice, link->path.geometry())) return link;
     troubles.pass_over(link->index, "worker " + link->name + " has slots too small for the slice");

@@ -149,6 +149,12 @@ class LLM:
         finally:
             text.stream.cancel()
 
+    def unready_reason(self) -> str:
+        """Returns why a request would fail or wait for a worker now, empty where it would not; see
+        `ExpertRuntime.unready_reason`.
+        """
+        return self.runtime.unready_reason()
+
     def stats(self) -> dict[str, Any]:
         """Returns what engine and runtime counted: `engine` (requests, steps, tokens, blocks and
         times) and what `ExpertRuntime.stats` has.

@@ -307,7 +307,7 @@ class Elastic:
         """Names the holders of a placement to the client, where they differ from those that were
         told last, or might.
         """
-        everybody = {**self._fleet.former, **self._fleet.members}
+        everybody = self._fleet.everybody()
         for layer, shards, former in zip(
             self._placed.spec.layers, placement.layers, self._placed.placement.layers, strict=True
         ):
@@ -339,7 +339,7 @@ class Elastic:
         """
         placement = placement or self._placed.placement
         layers = self._placed.spec.layers
-        everybody = {**self._fleet.former, **self._fleet.members}
+        everybody = self._fleet.everybody()
         counted = self._client.counters()
         found: dict[Place, float] = {}
         for at, (layer, shards) in enumerate(zip(layers, placement.layers, strict=True)):

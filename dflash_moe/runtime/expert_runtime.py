@@ -36,6 +36,7 @@ from dflash_moe.runtime.kept_worker import WorkerState
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.placed_experts import PlacedExperts, slices_of
+from dflash_moe.runtime.readiness import unready_reason
 from dflash_moe.runtime.runtime_parts import RuntimeParts
 from dflash_moe.runtime.step_replay import StepReplay
 from dflash_moe.runtime.tensors import HostTensors
@@ -427,6 +428,17 @@ class ExpertRuntime:
         """
         self._require_open()
         return self._workers.states()
+
+    def unready_reason(self) -> str:
+        """Returns why a call would not be computed now: a sentence that names the workers which are
+        lost or show no progress, and what is done about them. It is empty where every shard has a
+        holder that can be asked. Raises DflashError in a forked child.
+        """
+        self._require_open()
+        return unready_reason(
+            self._parts.holders.everybody(), self._client.workers(),
+            layer_names={layer.index: layer.name for layer in self.layers}, remedy_of=self._remedy_of,
+        )  # fmt: skip
 
     def release(self, name: str) -> None:
         """Starts or dials a worker again that was left alone because it died too often or would not

@@ -543,10 +543,17 @@ class Fleet:
         """Plans the threads of workers that are started from now on anew."""
         self._threads = threads
 
+    def everybody(self) -> dict[str, Member]:
+        """Returns all whom the client knows, by name: members, those that were removed, and those
+        that are just being added.
+        """
+        with self._closing:
+            found = {**self.former, **self.arriving, **self.members}
+        return {name: member for name, member in found.items() if member.client_index >= 0}
+
     def at_index(self, client_index: int) -> Member:
         """Returns the member that the client knows by this number, also one that was removed."""
-        members = (*self.members.values(), *self.former.values())
-        return next(member for member in members if member.client_index == client_index)
+        return next(member for member in self.everybody().values() if member.client_index == client_index)
 
     def _in_parallel(self, names: Sequence[str], step: Callable[[str], None]) -> None:
         """Runs `step` for every name in a thread of its own. The first error ends all others,

@@ -50,6 +50,11 @@ class HolderLists:
         with self._lock:
             return self._workers[where]
 
+    def everybody(self) -> dict[Where, tuple[int, ...]]:
+        """Returns all who hold each shard, the last resort among them."""
+        with self._lock:
+            return {where: self._all_of(where) for where in self._workers}
+
     def set_last_resort(self, where: Where, index: int | None) -> None:
         """Puts the holder that is asked only where no worker can be behind all others, or takes it
         out where `index` is None. Errors are those of `Client.set_holders`.
@@ -61,7 +66,10 @@ class HolderLists:
                 self._last_resort[where] = index
             self._tell(where)
 
+    def _all_of(self, where: Where) -> tuple[int, ...]:
+        last = (self._last_resort[where],) if where in self._last_resort else ()
+        return (*self._workers[where], *last)
+
     def _tell(self, where: Where) -> None:
         layer, shard = where
-        last = (self._last_resort[where],) if where in self._last_resort else ()
-        self._client.set_holders(layer, shard, [*self._workers[where], *last])
+        self._client.set_holders(layer, shard, [*self._all_of(where)])

@@ -66,7 +66,9 @@ def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> di
     """Sums the client's counters per (worker, layer) into `totals`, `workers` (by name, with each
     worker's state and layers, also those that were removed) and `layers` (by index).
     """
-    everybody = {**fleet.former, **fleet.members}
+    # They are read first, because everybody who is counted here belongs to the fleet by now.
+    counted = client.counters()
+    everybody = fleet.everybody()
     members = {member.client_index: member for member in everybody.values()}
     reports = {report["name"]: report for report in client.workers()}
     totals = zero_counters()
@@ -77,7 +79,7 @@ def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> di
     }
     for name in fleet.former:
         workers[name]["state"] = "gone"
-    for (worker, layer), counters in client.counters().items():
+    for (worker, layer), counters in counted.items():
         own = workers[members[worker].name]
         own["layers"][layer] = zero_counters()
         for total in (totals, own, own["layers"][layer], by_layer[layer]):

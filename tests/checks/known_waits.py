@@ -126,6 +126,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/store/resident_shard.cc": {
         "lock compute_mutex_": "bounded: held over one forward, or over loading one expert again from the page cache",
         "lock failure_mutex_": "straight: takes one error, and nothing is called",
+        "lock files_mutex_": "straight: adds to a short list of files",
     },
     "csrc/store/scrubber.cc": {"lock mutex_": "straight: sets one flag; a pause gives the lock up and has its own limit"},
     "csrc/store/shard_store.cc": {

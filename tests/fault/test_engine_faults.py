@@ -89,9 +89,11 @@ def test_a_worker_that_is_killed_ends_all_requests_and_later_ones_typed(address:
     with start(address, **FAR) as llm:
         victims = pids(llm)
         streams = begin(llm)
+        assert llm.unready_reason() == ""
         os.kill(victims["w1"], signal.SIGKILL)
         check_all_lost(llm, streams, (WorkerLost,))
         check_later_requests_are_lost(llm, (WorkerLost,))
+        assert "worker w1 is lost (" in llm.unready_reason()
     assert all(is_gone(pid) for pid in victims.values())
 
 
@@ -131,6 +133,7 @@ def test_a_worker_that_comes_back_costs_requests_nothing_but_the_pause() -> None
             assert tokens_of(deltas) == tokens[-len(tokens_of(deltas)) :]
         check_idle(llm)
         assert llm.stats()["engine"]["failed_steps"] == 0
+        assert llm.unready_reason() == ""
         assert set(pids(llm).values()).isdisjoint(victims.values())
 
 

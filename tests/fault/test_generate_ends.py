@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "bench" / "demo_model" / "dflash_moe_demo" / "model"
 # A slow link, so that four of them leave the cores to each other.
 TOPOLOGY = (
-    "version: 1\nfailure: {restart: off}\nworkers: [{name: w0, threads: 1, emulate: {delay_ms: 20}}, {name: w1, threads: 1}]\n"
+    "version: 1\nhost: {fallback: none}\nfailure: {restart: off}\n"
+    "workers: [{name: w0, threads: 1, emulate: {delay_ms: 20}}, {name: w1, threads: 1}]\n"
 )
 ENDINGS = ("killed worker", "SIGINT", "SIGTERM", "closed stdout")
 GONE_S = 30.0  # for workers, once their host is gone

@@ -157,7 +157,9 @@ TEST_CASE("a refusal is a failed attempt, and only numbers out of range are the 
   }
 }
 
-TEST_CASE("a slice that one holder refused waits for another whose path is renewed, or who is brought back") {
+TEST_CASE(
+    "a slice that one holder refused waits for another whose path is renewed, or who is brought "
+    "back") {
   for (const bool is_lost : {false, true}) {
     CAPTURE(is_lost);
     Replicated scene(quick(true));
