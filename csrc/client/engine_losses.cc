@@ -63,8 +63,9 @@ void Engine::judge_all(int64_t now) {
   for (const auto& link : links_) judge(*link, now);
 }
 
-// A suspected worker that owes nothing any more, because others answered for it, is still expected
-// to show progress: otherwise it would be asked again, and hold up the next call as long.
+// A worker that owes nothing any more, because others answered for it, is still expected to show
+// progress while it is suspected, or has not given its own answer: otherwise it would be asked
+// again, and hold up the next call as long, or would be behind a cut link and never be dialled.
 void Engine::judge(Link& link, int64_t now) {
   const PathState state = link.path.state();
   if (state == PathState::kLost || state == PathState::kLeased) return;  // see judge_step()
@@ -73,7 +74,8 @@ void Engine::judge(Link& link, int64_t now) {
   // What waits there may wait long: where others have answered for it until no slot was left, only
   // its late replies would free one.
   if (link.is_suspect || link.is_late || !link.is_usable()) move_waiting(link, now);
-  if (!link.owes() && !link.is_suspect && link.waiting.empty()) return link.liveness.rest();
+  if (!link.owes() && !link.is_suspect && !link.is_late && link.waiting.empty())
+    return link.liveness.rest();
   if (!link.owes()) link.liveness.begin_to_wait(now);
   if (link.is_suspect) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
   if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
-from dflash_moe.protocol.messages import LoadShard, compress_experts
+from dflash_moe.protocol.messages import SESSION_ID_BYTES, LoadShard, compress_experts
 from dflash_moe.runtime.contents import ReferenceChecksums
 from dflash_moe.runtime.golden import GoldenRows
 from dflash_moe.runtime.held_shards import HeldShard
@@ -80,6 +80,8 @@ class Member:
     spec: WorkerSpec | None = None
     # The client knows the member by this number, and -1 means not yet.
     client_index: int = -1
+    # All sessions with it have this id, by which a worker started by hand knows its host again.
+    session_id: bytes = field(default_factory=partial(secrets.token_bytes, SESSION_ID_BYTES))
     # These are the slots of its data path, None until it is attached.
     slots: _core.SlotPlan | None = None
     # This is the device that it computes on.
@@ -239,6 +241,7 @@ class Fleet:
             member.address,
             started=started,
             key=self._key,
+            session_id=member.session_id,
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
             encryption=self._settings.encryption,
         )

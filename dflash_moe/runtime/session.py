@@ -87,11 +87,13 @@ class HostSession:
         *,
         started: StartedWorker | None,
         key: bytes | None,
+        session_id: bytes | None = None,
         socket_buffer_bytes: int | None = None,
         encryption: str = "auto",
     ) -> None:
         """`key` is the shared key, or None where no key file is named; `encryption` is the setting
-        of this name.
+        of this name. `session_id` is that of a former session with this worker, which ends where
+        the worker still serves it; None takes a fresh one.
         """
         self.name = name
         self.address = address
@@ -108,6 +110,7 @@ class HostSession:
         self._buffer_bytes = socket_buffer_bytes or 0
         self._conversation: Conversation | None = None
         self._peer: Peer | None = None
+        self._session_id = session_id or secrets.token_bytes(SESSION_ID_BYTES)
         # Is told of weights that changed in the worker's memory, from whatever thread reads it.
         self.on_notice: Callable[[WeightsChanged], None] = lambda _notice: None
         self._has_pulse = False
@@ -132,10 +135,11 @@ class HostSession:
         """Opens and authenticates the control connection. Raises WorkerLost, WorkerTimeout and
         ProtocolError.
         """
-        session_id = secrets.token_bytes(SESSION_ID_BYTES)
         deadline = time.monotonic() + timeout_s
         if self.started is None:
-            credentials = Credentials(Role.CONTROL, self._key or PEER_CREDENTIAL_KEY, session_id, encryption=self._encryption)
+            credentials = Credentials(
+                Role.CONTROL, self._key or PEER_CREDENTIAL_KEY, self._session_id, encryption=self._encryption
+            )
             connection, self._peer = connect_authenticated(
                 self.name, self.address, credentials, deadline=deadline, call_off=self._call_off
             )
@@ -145,7 +149,8 @@ class HostSession:
         self._conversation = self._converse(connection)
         try:
             self._peer = authenticate_to_worker(
-                connection, worker=self.name, role=Role.CONTROL, key=self.started.key, session_id=session_id, generation=0,
+                connection, worker=self.name, role=Role.CONTROL, key=self.started.key, session_id=self._session_id,
+                generation=0,
                 deadline=deadline,
             )  # fmt: skip
         except PeerGone:

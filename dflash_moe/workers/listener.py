@@ -164,8 +164,10 @@ class Listener:
         self._mailbox: Mailbox | None = None
         # The queue has room for one caller and for the None that `close` puts there.
         self._callers: queue.Queue[Caller | None] = queue.Queue(maxsize=2)
-        # The lock is held from the acceptance of a control connection to the end of its session.
+        # The lock is held from the acceptance of a control connection, which is `_served`, to the
+        # end of its session.
         self._has_caller = threading.Lock()
+        self._served: Connection | None = None
         self._strangers = Strangers()
         # The thread of a displaced stranger still has to wake and close its socket. There may be as
         # many of those as strangers; then the next connection waits in the backlog.
@@ -199,7 +201,7 @@ class Listener:
 
     def end_session(self) -> None:
         """Takes a control connection again, because the worker is free for another host."""
-        self._mailbox = None
+        self._mailbox = self._served = None
         with contextlib.suppress(RuntimeError):
             self._has_caller.release()
 
@@ -312,17 +314,30 @@ class Listener:
         return self._key
 
     def _dispatch(self, connection: Connection, peer: Peer) -> None:
+        mailbox = self._mailbox
         if peer.role != Role.CONTROL:
-            mailbox = self._mailbox
             if mailbox is None or mailbox.session_id != peer.session_id:
                 connection.close()
                 return
             mailbox.deliver(peer.role, peer.generation, connection.detach())
-        elif self._has_caller.acquire(timeout=PARTING_S):
+            return
+        self._end_former(mailbox, peer)
+        if self._has_caller.acquire(timeout=PARTING_S):
+            self._served = connection
             self._callers.put_nowait(Caller(connection, peer))
         else:
             connection.send(busy_refusal(self._worker), deadline=time.monotonic() + 1.0)
             connection.close()
+
+    def _end_former(self, mailbox: Mailbox | None, peer: Peer) -> None:
+        """Ends the session that is served where its own host comes back. After a cut of the network
+        the host has given it up long before its farewell arrives, which TCP sends again after ever
+        longer pauses.
+        """
+        served = self._served
+        if mailbox is not None and served is not None and mailbox.session_id == peer.session_id:
+            log.info("worker %s: its host is back and has given up the session that is served", self._worker)
+            served.hang_up()
 
 
 class Complaints:

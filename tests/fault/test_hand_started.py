@@ -19,9 +19,12 @@ import pytest
 
 from dflash_moe.errors import ConfigError, ProtocolError, WorkerError, WorkerLost
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.protocol.keys import write_key_file
+from dflash_moe.protocol.identity import local_identity
+from dflash_moe.protocol.keys import read_key_file, write_key_file
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
+from dflash_moe.topology.addresses import parse_address
 from tests.expert_cases import Expected, make_batch, make_checkpoint
 from tests.fault.conftest import READY_S, StartWorker, wait_until
 
@@ -79,6 +82,42 @@ def test_a_second_host_is_told_that_the_worker_is_busy(spec: ModelSpec, key_file
         with pytest.raises(WorkerError, match="worker far is busy"):
             reach(spec, worker.address, key_file=key_file)
         check_bits(runtime)
+
+
+@pytest.mark.parametrize("is_same_host", [True, False])
+def test_only_the_host_that_is_served_ends_its_own_session_by_coming_back(
+    spec: ModelSpec, key_file: Path, start_worker: StartWorker, is_same_host: bool
+) -> None:
+    """A host whose farewell a cut network has swallowed need not wait for it to be sent again."""
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+    address, session_id = parse_address(worker.address), bytes(range(16))
+    former, latter = (
+        HostSession("far", address, started=None, key=read_key_file(key_file), session_id=one)
+        for one in (session_id, session_id if is_same_host else bytes(16))
+    )
+    try:
+        former.connect(timeout_s=READY_S)
+        greet(former, spec)
+        latter.connect(timeout_s=READY_S)
+        if is_same_host:
+            greet(latter, spec)
+            with pytest.raises(WorkerLost):
+                former.ask_stats(timeout_s=READY_S)
+            assert latter.ask_stats(timeout_s=READY_S)["calls"] == 0
+        else:
+            with pytest.raises(WorkerError, match="worker far is busy"):
+                greet(latter, spec)
+            assert former.ask_stats(timeout_s=READY_S)["calls"] == 0
+    finally:
+        former.close(seconds=0.0)
+        latter.close(seconds=0.0)
+
+
+def greet(session: HostSession, spec: ModelSpec) -> None:
+    session.greet(
+        local_identity("far", spec.fingerprint), numerics="f32-canonical", threads=1, spin_ns=0, slowdown=1.0, isa="",
+        timeout_s=READY_S,
+    )  # fmt: skip
 
 
 def test_a_wrong_key_name_or_setting_is_refused_before_tls_carries_anything(

@@ -67,10 +67,18 @@ def state_of(runtime: ExpertRuntime, name: str) -> WorkerState:
 
 
 def is_used(runtime: ExpertRuntime, name: str) -> Callable[[], bool]:
-    """Returns the claim that a worker is ready, and that calls go to it."""
+    """Returns the claim that a worker is ready, and that more calls go to it since it was first
+    asked.
+    """
+    known: list[int] = []
 
     def claim() -> bool:
-        return state_of(runtime, name).state == "ready" and runtime.stats()["workers"][name]["state"] == "ready"
+        found = runtime.stats()["workers"][name]
+        if state_of(runtime, name).state != "ready" or found["state"] != "ready":
+            known.clear()
+            return False
+        known.append(found["calls"])
+        return known[-1] > known[0]
 
     return claim
 

@@ -69,6 +69,8 @@ def run(given: Run) -> None:
 def _judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> None:
     for what in ("failed_calls", "wrong_results", "known_rows_seen", "left_processes", "left_descriptors", "left_threads"):
         given.claim(what.replace("_", " "), found[what], at_most=0)
+    lasting = [one for one in events if one["phase"] == "until lost"]
+    given.claim("long cuts that nobody noticed", sum(one["deaths"] == 0 for one in lasting), at_most=0)
     given.claim("not healed", sum(one["verdict"] != "healed" for one in events), at_most=0)
     given.claim("captured bytes", found["captured_bytes"], at_least=found["sent_bytes"])
     given.goal("served, ms", max(one["stall_ms"] for one in events), at_most=SERVED_GOAL_MS)

@@ -184,5 +184,32 @@ TEST_CASE("a worker gets nothing new before it has answered what another one ans
   CHECK(scene.finish(third).ok());
 }
 
+TEST_CASE("a worker that never gives the answer which another one gave for it is lost") {
+  // As behind a cut link: it is asked for nothing new, so that only this answer is missed.
+  SceneOptions options = quick(true);
+  options.client.hedge_share = 1;
+  options.client.stall_timeout_ns = 1'000'000'000;
+  Replicated scene(options);
+  teach(scene);
+  Tokens tokens{{2}};
+  const CallPtr call = scene.submit(tokens);
+  static_cast<void>(scene.puppets[1].take());
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  uint64_t counter = 0;
+  const auto serve_by_0 = [&](const CallPtr& one) {
+    while (!scene.client.wait(one, Deadline::after_ms(1)) && !deadline.has_passed()) {
+      scene.puppets[0].send_pulse(++counter);
+      if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+    }
+    REQUIRE(scene.finish(one).ok());
+  };
+  serve_by_0(call);
+  while (scene.client.workers()[1].path != PathState::kLost && !deadline.has_passed())
+    serve_by_0(scene.submit(tokens));
+  CHECK(scene.client.workers()[1].path == PathState::kLost);
+  CHECK(scene.client.workers()[1].reason.find("no progress for") != std::string::npos);
+  CHECK(scene.client.workers()[0].path == PathState::kInUse);
+}
+
 }  // namespace
 }  // namespace dflash::client
