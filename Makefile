@@ -118,7 +118,7 @@ test: core ggml-headers system-test ## C++ tests, then Python tests (without the
 
 test-long: core ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
 	@echo "==> exhaustive sweeps"
-	@$(BIN)/python -m pytest tests -m long -n 2
+	@$(BIN)/python -m pytest tests -m long -n 2 --dist worksteal
 
 # SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, which
 # must be found: one changed source is compiled for each, all else is linked from build/core.

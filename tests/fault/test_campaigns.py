@@ -15,12 +15,12 @@ import pytest
 from bench.campaigns.faults.__main__ import CAMPAIGNS, run_campaign, shown
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 
-# These take more than 20 s.
-LONG = {"kills", "stops", "partitions", "strangers", "control-groups", "damaged-files", "failing-calls", "soak"}
+# The others take longer, and run within the step `faults` of tests/e2e/test_record_runs.py.
+HERE = ("all-dead", "crash-loop", "scribblers", pytest.param("failing-calls", marks=pytest.mark.long))
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CAMPAIGNS])
+@pytest.mark.parametrize("name", HERE)
 def test_what_must_hold_does_whatever_breaks(name: str, tmp_path: Path) -> None:
     campaign = CAMPAIGNS[name]
     if reason := campaign.lacking():
