@@ -68,8 +68,6 @@ def _run_case(given: Run, spec: ModelSpec, case: str) -> None:
                     wrong_results=load.wrong, verdict="back" if is_back else "away",
                 )  # fmt: skip
         is_served = all(load.call(work) for work in load.works)
-    load.let_go()
-    runtime = None
     left = left_since(before)
     _judge(given, case, load, limit_s, away + int(not is_served), left)
     late_s = [max(0.0, took - limit_s) for took, _, _ in load.errors] if limit_s is not None else []

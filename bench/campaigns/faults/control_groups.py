@@ -67,8 +67,6 @@ def _run_kind(given: Run, spec: ModelSpec, kind: str) -> None:
                     wrong_results=load.wrong, deaths=state_of(runtime, victim).deaths - deaths,
                     verdict="back" if is_back else "away",
                 )  # fmt: skip
-    load.let_go()
-    runtime = None
     left = left_since(before)
     zero = {"failed calls": load.failed, "wrong results": load.wrong, "workers not back": away, "not killed": unkilled, **left}
     for what, value in zero.items():

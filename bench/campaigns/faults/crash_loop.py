@@ -54,8 +54,6 @@ def run(given: Run) -> None:
                     verdict="released" if is_back else "away",
                 )  # fmt: skip
         is_served = all(load.call(work) for work in load.works)
-    load.let_go()
-    runtime = None
     left = left_since(before)
     zero = {"failed calls": load.failed, "wrong results": load.wrong, "loops that ended otherwise": off,
             "not released": unreleased + int(not is_served), **left}  # fmt: skip

@@ -48,8 +48,6 @@ def run(given: Run) -> None:
                 for _ in range(given.size):
                     _kill_once(given, transport, runtime, load, found)
             totals = runtime.stats()["totals"]
-        load.let_go()
-        runtime = None
         left = left_since(before)
         _judge(given, transport, load, found, left)
         given.row(

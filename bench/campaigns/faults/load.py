@@ -158,12 +158,6 @@ class Load:
             worst, self._worst_s = self._worst_s, 0.0
         return max(0.0, worst)
 
-    def let_go(self) -> None:
-        """Forgets the runtime, which was closed: it keeps some descriptors as long as anybody holds
-        it.
-        """
-        del self.runtime
-
     def pause(self) -> None:
         """Has the threads stand still once their calls are done."""
         self._may_call.clear()

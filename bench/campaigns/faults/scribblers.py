@@ -64,8 +64,6 @@ def run(given: Run) -> None:
                     failed_calls=load.failed, wrong_results=load.wrong, verdict="back" if is_back else "away",
                 )  # fmt: skip
         is_served = all(load.call(work) for work in load.works)
-    load.let_go()
-    runtime = None
     left = left_since(before)
     zero = {"failed calls": load.failed, "wrong results": load.wrong, "not back": away + int(not is_served), **left}
     for what, value in zero.items():

@@ -61,8 +61,6 @@ def _with_another(given: Run, spec: ModelSpec, transport: str) -> None:
                     deaths=state_of(runtime, victim).deaths - deaths, verdict="back" if is_back else "away",
                 )  # fmt: skip
         totals = runtime.stats()["totals"]
-    load.let_go()
-    runtime = None
     left = left_since(before)
     zero = {"failed calls": load.failed, "wrong results": load.wrong, "workers not back": away, "stopped processes": kept}
     for what, value in {**zero, **left}.items():
