@@ -89,6 +89,10 @@ PROMISES = (
         "nothing grows: descriptors, threads, segments, memory", "campaign `soak`; `tests/leaks.py` after each test",
         (("fault_soak", ""),),
     ),
+    _Promise(
+        "a host that could not compute a call now says so and why, and requests of an engine go on by themselves",
+        "`tests/fault/test_engine_faults.py`, `tests/unit/runtime/test_readiness.py`",
+    ),
     _Promise("a forked child disturbs nobody", "`tests/fault/test_forked_children.py`"),
     _Promise("other versions work or are refused by name", "`tests/unit/protocol/test_auth.py`, golden messages"),
     _Promise("constructs that make the above impossible are absent", "`tests/checks/constructs.py`"),
