@@ -160,9 +160,12 @@ void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) 
   if (kind == FaultKind::kHalf && at(side).socket.is_open()) return send_half(side, slot, bytes);
   if (kind == FaultKind::kTruncate || kind == FaultKind::kHalf)
     return send(side, slot, random.below(bytes), true);
-  // Not towards a worker: it may be reading the other slot already, whose bytes are proven.
-  if (kind == FaultKind::kOtherSlot && side == Side::kWorker) {
-    const auto to = static_cast<uint32_t>((slot + 1) % is_asked_.size());
+  // Not towards a worker: it may be reading the other slot already, whose bytes are proven. And in
+  // a ring not where the worker's own reply may lie, or come before the host has looked: there the
+  // host may see that one, which it must take.
+  const auto to = static_cast<uint32_t>((slot + 1) % is_asked_.size());
+  const bool may_be_overwritten = !at(side).socket.is_open() && is_asked_[to];
+  if (kind == FaultKind::kOtherSlot && side == Side::kWorker && !may_be_overwritten) {
     std::ranges::copy(channel.outgoing(slot).first(bytes), channel.outgoing(to).begin());
     return send(side, to, bytes, true);
   }
