@@ -143,7 +143,25 @@ def rolling_restarts(recorded: Recorded) -> str:
     return markdown(head, lines)
 
 
+def simulation(recorded: Recorded) -> str:
+    """Writes what the recorded seeds of the simulator did together."""
+    row = recorded.rows("simulation")[0]
+    lines = [
+        ("seeds", f"{row['seeds']:,}", "-"),
+        ("virtual hours", f"{row['virtual_hours']:.1f}", f"{row['per_cpu_minute']['virtual_hours']:.1f}"),
+        ("calls", f"{row['calls']:,}", f"{row['per_cpu_minute']['calls']:,.0f}"),
+        ("calls with the right bits", f"{row['succeeded']:,}", "-"),
+        ("calls that were abandoned", f"{row['abandoned']:,}", "-"),
+        *((f"calls that ended in `{name}`", f"{count:,}", "-") for name, count in row["failed"].items()),
+        ("faults", f"{sum(row['faults'].values()):,}", f"{row['per_cpu_minute']['faults']:,.0f}"),
+        *((f"- `{name}`", f"{count:,}", "-") for name, count in row["faults"].items()),
+        ("seeds that broke a rule", str(len(row["failing"])), "-"),
+    ]
+    return markdown(("what", "in all", "per minute of a processor"), lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults,
     "failing-calls": failing_calls, "device-step-faults": device_step_faults, "rolling-restarts": rolling_restarts,
+    "simulation": simulation,
 }  # fmt: skip

@@ -223,6 +223,11 @@ def _class_errors(place: Place) -> list[Command]:
     return [_campaign("class_errors", *_quick(place, [], less), "--out", place.json("class_errors"))]
 
 
+def _simulation(place: Place) -> list[Command]:
+    run: Command = [sys.executable, "-m", "dflash_moe", "simulate", *_quick(place, ["--hours", 100], ["--seeds", 3])]
+    return [[*run, "--json", place.json("simulation")]]
+
+
 def _worker_kills(place: Place) -> list[Command]:
     less: Command = ["--kills", 4, "--stops", 2, "--lone-kills", 2]
     return [_campaign("worker_kills", *_quick(place, [], less), "--json", place.json("worker_kills"))]
@@ -450,6 +455,7 @@ STEPS: tuple[Step, ...] = (
     Step("verify-real", ("verify_real_size",), 20, _verify_real, lacking=_lacks_space),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
     Step("class-errors", ("class_errors",), 1, _class_errors),
+    Step("simulation", ("simulation",), 8, _simulation),
     Step("worker-kills", ("worker_kills",), 2, _worker_kills, lacking=_lacks_kill_program),
     Step("rolling-restarts", ("rolling_restarts",), 4, _rolling_restarts),
     Step("audit", ("audit",), 2, _audit),
