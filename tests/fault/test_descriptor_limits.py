@@ -80,7 +80,8 @@ def use_a_runtime(topology: Topology, spec: ModelSpec, **overrides: object) -> N
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_a_start_with_few_descriptors_ends_typed_and_leaves_nothing(spec: ModelSpec, transport: str) -> None:
     topology = Topology.local(num_workers=2)
-    outcomes = [limited(num_free, lambda: use_a_runtime(topology, spec, transport=transport)) for num_free in range(2, 28)]
+    tried = (*range(2, 26), 40)
+    outcomes = [limited(num_free, lambda: use_a_runtime(topology, spec, transport=transport)) for num_free in tried]
     assert outcomes[-1] == "done"
     wrong = [outcome for outcome in outcomes if outcome.startswith(("raw", "left", "no outcome"))]
     assert not wrong, "\n".join(wrong)
@@ -112,7 +113,8 @@ def test_a_worker_by_hand_is_reached_typed_or_not_at_all(spec: ModelSpec, key_fi
                 if "busy" not in str(error) or time.monotonic() > until:
                     raise
 
-    outcomes = [limited(num_free, reach) for num_free in range(2, 13)]
+    # A try that comes while the former session ends takes a few more.
+    outcomes = [limited(num_free, reach) for num_free in (*range(2, 12), 20)]
     assert outcomes[-1] == "done"
     assert not [outcome for outcome in outcomes if outcome.startswith(("raw", "left", "no outcome"))], outcomes
 
