@@ -66,7 +66,8 @@ def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> di
     """Sums the client's counters per (worker, layer) into `totals`, `workers` (by name, with each
     worker's state and layers, also those that were removed) and `layers` (by index).
     """
-    # They are read first, because everybody who is counted here belongs to the fleet by now.
+    # The counters are read before the fleet: whoever has been called by then belongs to it, while a
+    # worker that joins in between may be called before a list made earlier could name it.
     counted = client.counters()
     everybody = fleet.everybody()
     members = {member.client_index: member for member in everybody.values()}

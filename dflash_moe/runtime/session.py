@@ -150,8 +150,7 @@ class HostSession:
         try:
             self._peer = authenticate_to_worker(
                 connection, worker=self.name, role=Role.CONTROL, key=self.started.key, session_id=self._session_id,
-                generation=0,
-                deadline=deadline,
+                generation=0, deadline=deadline,
             )  # fmt: skip
         except PeerGone:
             raise self.loss("hung up in the handshake") from None

@@ -14,17 +14,23 @@ import pytest
 
 from bench.campaigns.faults.__main__ import CAMPAIGNS, run_campaign, shown
 from bench.campaigns.faults.campaign import Campaign, Run, spread
+from bench.record.steps import STEPS
 
-# The others take longer, and run within the step `faults` of tests/e2e/test_record_runs.py.
-HERE = ("all-dead", "crash-loop", "scribblers", pytest.param("failing-calls", marks=pytest.mark.long))
+# These take more than 20 s. RECORDED run within the step `faults` of tests/e2e/test_record_runs.py.
+# Where this machine lacks what one of them needs, that whole step is left out, and the others run
+# here. The step breaks nothing in `failing-calls` when it is quick.
+LONG = {"kills", "stops", "partitions", "strangers", "control-groups", "damaged-files", "failing-calls", "soak"}
+RECORDED = LONG - {"failing-calls"}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CAMPAIGNS])
 def test_what_must_hold_does_whatever_breaks(name: str, tmp_path: Path) -> None:
     campaign = CAMPAIGNS[name]
     if reason := campaign.lacking():
         pytest.skip(reason)
+    if name in RECORDED and not next(step for step in STEPS if step.name == "faults").lacking():
+        pytest.skip("it runs within the step `faults` of tests/e2e/test_record_runs.py")
     logging.getLogger("dflash_moe").setLevel(logging.ERROR)
     try:
         run = run_campaign(campaign, size=campaign.quick, events_file=tmp_path / "events.jsonl")

@@ -70,15 +70,17 @@ def is_used(runtime: ExpertRuntime, name: str) -> Callable[[], bool]:
     """Returns the claim that a worker is ready, and that more calls go to it since it was first
     asked.
     """
-    known: list[int] = []
+    first: int | None = None
 
     def claim() -> bool:
+        nonlocal first
         found = runtime.stats()["workers"][name]
         if state_of(runtime, name).state != "ready" or found["state"] != "ready":
-            known.clear()
+            first = None
             return False
-        known.append(found["calls"])
-        return known[-1] > known[0]
+        if first is None:
+            first = found["calls"]
+        return bool(found["calls"] > first)
 
     return claim
 

@@ -173,19 +173,13 @@ TEST_CASE(
     }
     scene.puppets[1].send(refusal(scene.puppets[1].take(), Error{ErrorCode::kWorkerFailed, "no"}));
     CHECK(!scene.client.wait(call, Deadline::after_ms(30)));
-    auto pair = transport::make_loopback({3, 4096, 4096}).value();
-    NewPath path{std::move(pair.host), kGeneration + 1};
-    int ends[2];
-    REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    OwnedFd host(ends[0]);
     if (is_lost) {
-      REQUIRE(scene.client.replace_worker(0, std::move(path), std::move(host)).ok());
-      scene.puppets[0].pulse = OwnedFd(ends[1]);
+      scene.revive(kGeneration + 1, 0);
     } else {
-      OwnedFd unused(ends[1]);
-      REQUIRE(scene.client.renew_path(0, std::move(path)).ok());
+      auto pair = transport::make_loopback({3, 4096, 4096}).value();
+      REQUIRE(scene.client.renew_path(0, {std::move(pair.host), kGeneration + 1}).ok());
+      scene.puppets[0].channel = std::move(pair.worker);
     }
-    scene.puppets[0].channel = std::move(pair.worker);
     while (!scene.client.wait(call, Deadline::after_ms(1))) {
       if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
     }

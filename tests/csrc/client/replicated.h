@@ -43,14 +43,15 @@ struct Replicated : PuppetScene {
     FAIL("no request came");
     return {};
   }
-  // Gives worker 1 a fresh path and new pulses, as after a restart.
-  void revive(uint64_t generation = kGeneration + 1) {
+  // Gives a lost worker a fresh path and new pulses, as after a restart.
+  void revive(uint64_t generation = kGeneration + 1, uint32_t worker = 1) {
     auto pair = transport::make_loopback({3, 4096, 4096}).value();
     int ends[2];
     REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    REQUIRE(client.replace_worker(1, {std::move(pair.host), generation}, OwnedFd(ends[0])).ok());
-    puppets[1].channel = std::move(pair.worker);
-    puppets[1].pulse = OwnedFd(ends[1]);
+    REQUIRE(
+        client.replace_worker(worker, {std::move(pair.host), generation}, OwnedFd(ends[0])).ok());
+    puppets[worker].channel = std::move(pair.worker);
+    puppets[worker].pulse = OwnedFd(ends[1]);
   }
 };
 
