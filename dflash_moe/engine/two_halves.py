@@ -36,17 +36,22 @@ class HalvesDone:
     hidden_s: float
 
 
+# Seconds within which an idle second thread ends. Whoever drops the halves waits no longer.
+END_S = 10.0
+
+
 class TwoHalves:
-    """One thread calls it at a time. `close` ends the second thread, as does dropping the
-    object.
+    """One thread calls it at a time. `close` ends the second thread, as do dropping the object and
+    the end of the interpreter. Each waits until the thread has freed its tensors, because freeing
+    one while the interpreter ends aborts the process.
     """
 
     def __init__(self, clock: StepClock, limit_s: Callable[[], float]) -> None:
         """`limit_s` gives the seconds after which every expert call has ended."""
         self._clock, self._limit_s = clock, limit_s
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._finalizer = weakref.finalize(self, self._jobs.put, None)
-        self._thread: threading.Thread | None = None
+        self._second = _SecondThread()
+        # The thread must not keep this object alive.
+        self._finalizer = weakref.finalize(self, self._second.end, END_S)
         self._is_stuck = False
 
     def run(self, first: Half, second: Half) -> HalvesDone:
@@ -59,7 +64,7 @@ class TwoHalves:
         limit_s = self._limit_s()
         turns = HalfTurns(limit_s)
         numbers = turns.draw(), turns.draw()
-        other = self._begin(lambda: self._compute(second, turns, numbers[1]))
+        other = self._second.begin(lambda: self._compute(second, turns, numbers[1]))
         try:
             found = self._compute(first, turns, numbers[0])
             # Longer than any wait of the other half that began before, which says better what was
@@ -76,10 +81,7 @@ class TwoHalves:
 
     def close(self) -> None:
         """Ends the second thread, which is awaited for the limit."""
-        self._finalizer()
-        if self._thread is not None:
-            self._thread.join(self._limit_s())
-            self._thread = None
+        self._second.end(self._limit_s())
 
     def _compute(self, half: Half, turns: HalfTurns, number: int) -> torch.Tensor:
         self._clock.begin(turns)
@@ -95,15 +97,6 @@ class TwoHalves:
         finally:
             self._clock.begin()
 
-    def _begin(self, compute: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
-        if self._thread is None:
-            # It must not keep this object alive.
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="dflash-moe-half", daemon=True)
-            self._thread.start()
-        future: Future[torch.Tensor] = Future()
-        self._jobs.put((compute, future))
-        return future
-
     def _stop(self, turns: HalfTurns, other: Future[torch.Tensor], limit_s: float) -> None:
         """Stops the second half and returns once it has ended."""
         turns.stop()
@@ -116,6 +109,34 @@ class TwoHalves:
 
 
 _Job = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class _SecondThread:
+    """Computes what it is given. The thread begins with the first job, and again with the first one
+    after its end.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, compute: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="dflash-moe-half", daemon=True)
+            self._thread.start()
+        future: Future[torch.Tensor] = Future()
+        self._jobs.put((compute, future))
+        return future
+
+    def end(self, limit_s: float) -> None:
+        """Ends the thread, and returns once it has freed what was its own, or after the limit."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._jobs.put(None)
+        # The collector of cycles may call this on the thread itself.
+        if thread is not threading.current_thread():
+            thread.join(limit_s)
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:

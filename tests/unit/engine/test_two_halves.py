@@ -146,15 +146,36 @@ def test_a_wait_names_layer_and_limit():
         turns.begin(turns.draw())
 
 
-def test_the_second_thread_ends_with_its_owner():
+def test_whoever_drops_the_halves_waits_until_the_second_thread_freed_what_was_its_own():
     both, _ = halves()
-    both.run(lambda _: torch.zeros(1), lambda _: torch.zeros(1))
-    thread = both._thread
-    assert thread.is_alive()
+    own, threads, freed = threading.local(), [], []
+
+    class Kept:
+        def __del__(self):
+            # Long enough that a thread that nobody awaits is seen here.
+            time.sleep(0.2)
+            freed.append(threading.get_ident())
+
+    def half(_turns):
+        if threading.current_thread() is not threading.main_thread():
+            threads.append(threading.current_thread())
+            own.kept = Kept()
+        return torch.zeros(1)
+
+    both.run(half, half)
+    assert freed == []
     del both
     gc.collect()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
+    assert freed == [threads[0].ident]
+    assert not threads[0].is_alive()
+
+
+def test_a_closed_second_thread_begins_again_with_the_next_step():
+    both, _ = halves()
+    for value in (1.0, 2.0):
+        done = both.run(lambda _turns, value=value: torch.tensor([value]), lambda _turns, value=value: torch.tensor([-value]))
+        assert (float(done.first), float(done.second)) == (value, -value)
+        both.close()
 
 
 def test_a_clock_books_what_a_thread_awaited():
