@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.documents.recorded import Recorded
 from bench.documents.text import markdown
+from dflash_moe.bench.compare import compare_rows
 
 KILLS = "worker_kills"
 AUDIT = "audit"
@@ -160,8 +161,31 @@ def simulation(recorded: Recorded) -> str:
     return markdown(("what", "in all", "per minute of a processor"), lines)
 
 
+EARLIER = "earlier_commit"
+# Rows of this tree beside the earlier one.
+NOW = {"hedge 0": "without hedging", "default": "default"}
+
+
+def without_faults(recorded: Recorded) -> str:
+    """Writes what a call and a token take beside an earlier commit."""
+    found = recorded.result(EARLIER)
+    lines = []
+    for name, what in NOW.items():
+        compared = compare_rows(found, EARLIER, "earlier", name, min_effect=0.0).verdicts
+        rows = {row["transport"]: row for row in recorded.rows(EARLIER) if row["name"] == name}
+        before = {row["transport"]: row for row in recorded.rows(EARLIER) if row["name"] == "earlier"}
+        for (transport, row), verdict in zip(rows.items(), compared, strict=True):
+            interval = "-" if verdict.low is None or verdict.high is None else f"{verdict.low:.3f} to {verdict.high:.3f}"
+            took = [1e6 * one["median_s"] for one in (before[transport], row)]
+            lines.append(
+                (transport, what, *(f"{one:.1f} us" for one in took), f"{took[1] - took[0]:+.1f} us", interval, verdict.verdict)
+            )
+    head = ("over", "hedging", "earlier", "now", "difference", "ratio, 95 in 100", "verdict")
+    return markdown(head, lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults,
     "failing-calls": failing_calls, "device-step-faults": device_step_faults, "rolling-restarts": rolling_restarts,
-    "simulation": simulation,
+    "simulation": simulation, "without-faults": without_faults,
 }  # fmt: skip

@@ -42,6 +42,8 @@ FIGURES: dict[str, Callable[[Recorded], str]] = {
     "llama-architectures": lambda recorded: str(len(recorded.result("llama_check")["rows"])),
     "prefill-calls": lambda recorded: f"{_batched(recorded)['calls']:,}",
     "prefill-of-floor": _batched_of_floor,
+    "quiet-hedges": lambda recorded: f"{recorded.summary('earlier_commit')[0]['hedges']:,}",
+    "quiet-slices": lambda recorded: f"{recorded.summary('earlier_commit')[0]['calls']:,}",
     "auto-least": lambda recorded: digits(min(_auto_ratios(recorded))),
     "auto-most": lambda recorded: digits(max(_auto_ratios(recorded))),
     "overlap-share": lambda recorded: percent(recorded.summary("slice_overlap")[0]["share_of_ideal_gain"]),

@@ -70,6 +70,26 @@ def transports(recorded: Recorded) -> str:
     )
 
 
+def encryption(recorded: Recorded) -> str:
+    """Writes what TLS adds to TCP, beside libssl on bare sockets."""
+    head = ("payload", "TLS, p50", "TCP in the same rounds", "added", "libssl alone", "TLS / libssl alone", "GB/s")
+    return markdown(
+        head,
+        (
+            (
+                payload(row["payload_bytes"]),
+                us(row["p50_us"]),
+                us(row["without_us"]),
+                us(row["p50_us"] - row["without_us"]),
+                us(row["floor_us"]),
+                digits(row["p50_us"] / row["floor_us"]),
+                gigabytes_per_s(row["bytes_per_s"]),
+            )
+            for row in recorded.rows("ipc", lambda row: row["name"] == "tls")
+        ),
+    )
+
+
 def us(value: float) -> str:
     return seconds(value * 1e-6)
 
@@ -354,6 +374,7 @@ def bits_per_byte(recorded: Recorded) -> str:
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "provenance": provenance,
     "transports": transports,
+    "encryption": encryption,
     "expert-calls": expert_calls,
     **{f"modes-{name}": modes(f"modes_{name}") for name in SETTINGS},
     **{f"auto-{name}": auto(f"modes_{name}") for name in SETTINGS},

@@ -274,6 +274,19 @@ def _device_step_faults(place: Place) -> list[Command]:
     return [_campaign("device_step_faults", *_quick(place, [], less), "--json", place.json("device_step_faults"))]
 
 
+def _earlier_commit(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--calls", 50, "--new-tokens", 4]
+    build = Path(os.environ["EARLIER_BUILD"])
+    return [_campaign("earlier_commit", build, *_quick(place, [], less), "--json", place.json("earlier_commit"))]
+
+
+def _lacks_earlier_build() -> str:
+    build = os.environ.get("EARLIER_BUILD")
+    if not build or not list(Path(build).glob("dflash_moe/_core.*.so")):
+        return "EARLIER_BUILD, a built checkout of the commit to compare with"
+    return _lacks_two_cores()
+
+
 def _lacks_kill_program() -> str:
     is_built = (ROOT / "build" / "tests" / "worker_kills").is_file()
     return "" if is_built else "the program that kills workers (cmake --build build/tests --target worker_kills)"
@@ -462,6 +475,7 @@ STEPS: tuple[Step, ...] = (
     Step("faults", tuple(f"fault_{name}" for name in FAULTS), 8, _faults, lacking=_lacks_for_faults),
     Step("fallback-kills", ("fallback_kills",), 12, _fallback_kills),
     Step("device-step-faults", ("device_step_faults",), 4, _device_step_faults),
+    Step("earlier-commit", ("earlier_commit",), 7, _earlier_commit, lacking=_lacks_earlier_build),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),

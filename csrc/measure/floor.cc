@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "base/owned_fd.h"
+#include "measure/floor_pipe.h"
 #include "measure/pinned.h"
 #include "measure/round_trip.h"
 #include "transport/ring/mapping.h"
@@ -31,15 +32,6 @@ Error system_error(const char* what) {
   return {ErrorCode::kSystem, std::string("floor: ") + what + ": " + std::strerror(errno)};
 }
 Error no_answer() { return {ErrorCode::kTimeout, "floor: no answer within ten seconds"}; }
-
-// One end of a raw ping-pong. Both ends move `payload_bytes` from or to private memory.
-class Pipe {
- public:
-  virtual ~Pipe() = default;
-  virtual Status send(std::span<const std::byte> payload) = 0;
-  // Returns the payload, either where it lies in shared memory or read into `private_memory`.
-  virtual Result<std::span<const std::byte>> receive(std::span<std::byte> private_memory) = 0;
-};
 
 // One direction of a ping-pong in shared memory: a counter on a line of its own, and one buffer.
 struct SharedDirection {
@@ -204,8 +196,9 @@ Result<FloorKind> parse_floor_kind(std::string_view name) {
   if (name == "futex") return FloorKind::kFutex;
   if (name == "unix") return FloorKind::kUnix;
   if (name == "tcp") return FloorKind::kTcp;
+  if (name == "tls") return FloorKind::kTls;
   return Error{ErrorCode::kInvalidArgument,
-               "floor kind '" + std::string(name) + "' is none of spin, futex, unix, tcp"};
+               "floor kind '" + std::string(name) + "' is none of spin, futex, unix, tcp, tls"};
 }
 
 Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
@@ -215,8 +208,17 @@ Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
   if (!sockets.ok()) return std::move(sockets).error();
   DFLASH_TRY(set_timeouts(sockets.value().host.get()));
   DFLASH_TRY(set_timeouts(sockets.value().worker.get()));
-  SocketPipe host(sockets.value().host.get());
-  SocketPipe worker(sockets.value().worker.get());
+  const int host_socket = sockets.value().host.get();
+  const int worker_socket = sockets.value().worker.get();
+  if (options.kind == FloorKind::kTls) {
+    auto host = make_tls_pipe(host_socket, /*is_dialling=*/true);
+    if (!host.ok()) return std::move(host).error();
+    auto worker = make_tls_pipe(worker_socket, /*is_dialling=*/false);
+    if (!worker.ok()) return std::move(worker).error();
+    return ping_pong(*host.value(), *worker.value(), options);
+  }
+  SocketPipe host(host_socket);
+  SocketPipe worker(worker_socket);
   return ping_pong(host, worker, options);
 }
 

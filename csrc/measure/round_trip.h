@@ -38,8 +38,9 @@ Result<std::vector<int64_t>> round_trip(transport::Channel& host, const RoundTri
 Result<uint64_t> echo(transport::Channel& worker, int64_t spin_ns, int64_t idle_timeout_ns,
                       int cpu);
 
-enum class FloorKind : uint8_t { kSpin, kFutex, kUnix, kTcp };
-Result<FloorKind> parse_floor_kind(std::string_view name);  // "spin", "futex", "unix" or "tcp"
+enum class FloorKind : uint8_t { kSpin, kFutex, kUnix, kTcp, kTls };
+Result<FloorKind> parse_floor_kind(
+    std::string_view name);  // "spin", "futex", "unix", "tcp" or "tls"
 
 struct FloorOptions {
   FloorKind kind = FloorKind::kSpin;

@@ -34,6 +34,7 @@ CONFIDENCE = (2.5, 97.5)
 IDENTITY = (
     "name", "dtype", "prompt_tokens", "new_tokens", "payload_bytes", "backend", "format", "tokens", "hidden_size",
     "moe_intermediate_size", "num_experts", "top_k", "threads", "routing", "weights_from", "isa", "kernel", "batch",
+    "transport",
 )  # fmt: skip
 # Rows of one file are the same work done in two ways when they agree in these fields.
 SIZES = tuple(key for key in IDENTITY if key not in ("name", "backend", "kernel", "isa"))
@@ -144,7 +145,17 @@ def label(row: Mapping[str, Any]) -> str:
     """Returns the name of a row, and what tells it from others of that name."""
     shown = [str(row["name"])]
     units = {"prompt_tokens": " tokens", "payload_bytes": " B", "tokens": " tokens", "threads": " threads"}
-    for key in ("format", "dtype", "prompt_tokens", "tokens", "payload_bytes", "threads", "routing", "weights_from"):
+    for key in (
+        "transport",
+        "format",
+        "dtype",
+        "prompt_tokens",
+        "tokens",
+        "payload_bytes",
+        "threads",
+        "routing",
+        "weights_from",
+    ):
         if row.get(key) is not None:
             shown.append(f"{row[key]:,}{units.get(key, '')}" if isinstance(row[key], int) else str(row[key]))
     return " ".join(shown)

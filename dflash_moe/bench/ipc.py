@@ -34,7 +34,9 @@ KINDS = ("shared", "futex", "unix", "tcp", "tls", "loopback")
 # These are measured, by their names in the table of transports. Loopback has no two processes.
 TRANSPORT_OF = {"shared": "shared", "futex": "shared", "unix": "unix", "tcp": "tcp", "tls": "tcp"}
 # The floor of a transport is a raw ping-pong of the same nature with one copy per direction.
-FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp", "tls": "tcp"}
+FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp", "tls": "tls"}
+# A kind that adds to another one alternates with it too.
+ADDS_TO = {"tls": "tcp"}
 # This is far above any round trip measured here, so that "spinning" means never to sleep.
 SPIN_NS = 50_000_000
 TIMEOUT_S = 60.0
@@ -89,11 +91,15 @@ def _row(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int, in
     samples: list[int] = []
     floors: list[int] = []
     copies: list[float] = []
+    without: list[int] = []
     for _ in range(params.batches):
         samples += _round_trips(kind, payload_bytes, rounds, warmup, pinned)
         floors += _measure.ipc_floor(FLOOR_OF[kind], payload_bytes, rounds, warmup, pinned)
+        if kind in ADDS_TO:
+            without += _round_trips(ADDS_TO[kind], payload_bytes, rounds, warmup, pinned)
         copies += _measure.memcpy_bytes_per_s(payload_bytes, rounds, pinned[0])
     p50_us = statistics.median(samples) / 1e3
+    added = {"adds_to": ADDS_TO[kind], "without_us": statistics.median(without) / 1e3} if without else {}
     return {
         "name": kind,
         "payload_bytes": payload_bytes,
@@ -107,6 +113,7 @@ def _row(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int, in
         "floor_p99_us": percentile(floors, 0.99) / 1e3,
         "bytes_per_s": 2 * payload_bytes / (p50_us / 1e6),
         "memcpy_bytes_per_s": statistics.median(copies),
+        **added,
     }
 
 

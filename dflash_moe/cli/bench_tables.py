@@ -32,6 +32,7 @@ def print_ipc(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['memcpy_bytes_per_s'] / 1e9:.2f}",
         )
     options.show(table)
+    _print_encryption([row for row in rows if "without_us" in row])
     calls = options.table("expert call over", "tokens", "p50 us", "worker us", "added p50 us", "added p99 us")
     for row in rows:
         if "added_p50_us" in row:
@@ -45,6 +46,23 @@ def print_ipc(rows: Sequence[Mapping[str, Any]]) -> None:
             )
     if calls.row_count:
         options.show(calls)
+
+
+def _print_encryption(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints what encryption adds, measured in turns with the same transport in clear."""
+    if not rows:
+        return
+    table = options.table("encrypted", "bytes each way", "p50 us", "in clear us", "added us", "libssl alone us")
+    for row in rows:
+        table.add_row(
+            row["adds_to"],
+            f"{row['payload_bytes']:,}",
+            f"{row['p50_us']:.2f}",
+            f"{row['without_us']:.2f}",
+            f"{row['p50_us'] - row['without_us']:.2f}",
+            f"{row['floor_us']:.2f}",
+        )
+    options.show(table)
 
 
 def print_processes(processes: Sequence[Mapping[str, Any]]) -> None:
