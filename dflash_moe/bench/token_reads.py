@@ -71,7 +71,7 @@ def count_reads(host: HostModel, runtime: ExpertRuntime, input_ids: Any, new_tok
     def receive(layer: int, topk_ids: Any) -> None:
         spec, chosen = runtime.spec.layers[shards[layer]], set(topk_ids.unique().tolist())
         for shard in runtime.placement.layers[shards[layer]]:
-            is_packed = shard.layout == "packed"
+            is_packed = runtime.placement.layout_of(shard.holder) == "packed"
             size = spec.resident_bytes(shard.weights) * padded[shard.holder] if is_packed else spec.expert_bytes
             total[sides.of_holder[shard.holder]] += round(size * len(chosen & set(shard.experts)))
 

@@ -24,6 +24,9 @@ MAX_SPLITS = 999
 MAX_NAME_BYTES = 255
 
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+# What says that two readings of a file saw the same bytes: device, inode, size, and when contents
+# and entry were changed last. Nobody can set the last of these.
+FileState = tuple[int, int, int, int, int]
 
 
 def find_gguf(path: Path) -> tuple[Path, ...]:
@@ -141,3 +144,12 @@ def _what_is_there(directory: Path) -> str:
     if any(_matching(directory, pattern) for pattern in ("pytorch_model*.bin", "*.pt", "*.pth")):
         return f"{wanted}, only pickled weights, which are never read; save the model again with safe_serialization"
     return f"{wanted}; pass the directory of a transformers checkpoint"
+
+
+def states_of_files(model: Path) -> tuple[FileState, ...]:
+    """Returns the state of every file with weights. Raises CheckpointError where one is missing."""
+    try:
+        found = [os.stat(file) for file in find_gguf(model) or list_safetensors(model)[0]]
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {model}: {error.filename}: {error.strerror}") from None
+    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)

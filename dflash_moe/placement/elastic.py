@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import ConfigError
+from dflash_moe.model.weight_formats import mapped_only
 from dflash_moe.topology import HOST
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ class Newcomer:
     spec: WorkerSpec
     numerics: Collection[str]
     room: int | None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it computes from the mapped checkpoint, for which it needs no room."""
+        return self.spec.weights_layout == "mapped"
 
 
 def choose_shards(
@@ -57,7 +63,7 @@ def choose_shards(
             where = at, shard.shard_id
             if listed is not None and where not in listed:
                 continue
-            why = _unlike(shard, newcomer)
+            why = _unlike(layers[at], shard, newcomer)
             if why:
                 refused[where] = f"{named(layers, where)}{why}"
             else:
@@ -68,7 +74,7 @@ def choose_shards(
     fitting.sort(key=lambda where: _urgency(_shard(placement, where), load.get(where, 0.0), members))
     chosen, left = [], newcomer.room
     for where in fitting:
-        size = bytes_of(layers, placement, where)
+        size = 0 if newcomer.is_mapped else bytes_of(layers, placement, where)
         if left is not None and size > left:
             if listed is not None:
                 raise ConfigError(_shortfall(layers, newcomer, where, size, left))
@@ -87,9 +93,11 @@ def bytes_of(layers: Sequence[PlacedLayer], placement: Placement, where: Place) 
     return len(shard.experts) * layers[where[0]].resident_bytes(shard.weights)
 
 
-def with_holder(placement: Placement, name: str, places: Iterable[Place], members: Collection[str]) -> Placement:
-    """Returns the placement in which `name` holds these shards too, last in their order. It takes
-    the place of holders that are not among `members` any more.
+def with_holder(
+    placement: Placement, name: str, places: Iterable[Place], members: Collection[str], *, is_mapped: bool = False
+) -> Placement:
+    """Returns the placement in which `name` holds these shards too, last in their order, packed or
+    mapped. It takes the place of holders that are not among `members` any more.
     """
     taken = set(places)
 
@@ -98,7 +106,8 @@ def with_holder(placement: Placement, name: str, places: Iterable[Place], member
             return shard
         return _held_by(shard, (*(holder for holder in shard.holders if holder in members), name))
 
-    return _map(placement, changed)
+    others = placement.mapped - {name}
+    return replace(_map(placement, changed), mapped=others | {name} if is_mapped else others)
 
 
 def without_holder(placement: Placement, name: str) -> Placement:
@@ -164,13 +173,14 @@ def _urgency(shard: Shard, load: float, members: Collection[str]) -> tuple[bool,
     return num_holders > 0, -load / max(1, num_holders)
 
 
-def _unlike(shard: Shard, newcomer: Newcomer) -> str:
+def _unlike(layer: PlacedLayer, shard: Shard, newcomer: Newcomer) -> str:
     """Says why the newcomer cannot stand in for the shard's holder; empty where it can."""
     spec, name = newcomer.spec, newcomer.spec.name
     if shard.holder == HOST:
         return " is computed in the host's own process, and has no other holder"
-    if shard.layout == "mapped":
-        return f" is computed from the mapped checkpoint by worker {shard.holder}, and nobody has compared those bytes"
+    unpacked = mapped_only(layer.resident_dtype(shard.weights))
+    if unpacked and not newcomer.is_mapped:
+        return f" has weights in {unpacked[0]}, which no kernel reads packed; say weights_layout: mapped"
     disagree = f": its holders would disagree in {{}}: worker {shard.holder} has {{}}, worker {name} {{}}"
     if shard.weights != spec.weights:
         return disagree.format("weights", shard.weights, spec.weights)

@@ -24,18 +24,19 @@ def check_formats(layers: Sequence[PlacedLayer], placement: Placement, topology:
     found: dict[str, str] = {}
     for layer, shards in zip(layers, placement.layers, strict=True):
         for shard in shards:
-            format_name = _unpacked_format(layer, shard, topology)
-            if format_name:
-                found.setdefault(shard.holder, format_name)
+            for holder in shard.holders:
+                format_name = _unpacked_format(layer, shard, holder, topology)
+                if format_name:
+                    found.setdefault(holder, format_name)
     return found
 
 
-def _unpacked_format(layer: PlacedLayer, shard: Shard, topology: Topology) -> str:
+def _unpacked_format(layer: PlacedLayer, shard: Shard, holder: str, topology: Topology) -> str:
     kept = layer.resident_dtype(shard.weights)
     unpacked = mapped_only(kept)
-    if shard.holder == HOST:
+    if holder == HOST:
         return unpacked[0] if unpacked else ""
-    worker = topology.worker(shard.holder)
+    worker = topology.worker(holder)
     where = f"{topology.source}:{worker.line}: worker {worker.name}"
     has = f"layer {layer.index} ({layer.name}) has weights in"
     if worker.backend != "cpu" and not_on_cards(kept):

@@ -17,7 +17,7 @@ from dflash_moe.config import format_bytes
 from dflash_moe.errors import TopologyError
 from dflash_moe.placement import imposed, policies
 from dflash_moe.placement.formats import check_formats
-from dflash_moe.placement.replicas import check_layouts, with_replicas
+from dflash_moe.placement.replicas import with_replicas
 from dflash_moe.placement.shards import PlacedLayer, Placement, Shard
 from dflash_moe.topology import HOST, Topology, WorkerSpec
 
@@ -46,7 +46,6 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
     placement = with_replicas(layers, Placement(shards, sizes), topology)
     unpacked = check_formats(layers, placement, topology)
     placement = _with_layouts(placement, topology, unpacked)
-    check_layouts(layers, placement, topology)
     _check_memory(layers, placement, topology)
     return placement
 
@@ -68,13 +67,7 @@ def _with_layouts(placement: Placement, topology: Topology, unpacked: Mapping[st
             mapped.add(worker.name)
             level = logging.WARNING if lacks_memory or worker.name in unpacked else logging.INFO
             log.log(level, "%s", _mapped_text(worker, needed.get(worker.name, 0), unpacked.get(worker.name)))
-    if not mapped:
-        return placement
-    marked = tuple(
-        tuple(dataclasses.replace(shard, layout="mapped") if shard.holder in mapped else shard for shard in shards)
-        for shards in placement.layers
-    )
-    return Placement(marked, placement.expert_bytes)
+    return dataclasses.replace(placement, mapped=frozenset(mapped))
 
 
 def _mapped_text(worker: WorkerSpec, needed: int, unpacked: str | None) -> str:

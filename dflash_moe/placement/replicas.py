@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def with_replicas(layers: Sequence[PlacedLayer], placement: Placement, topology: Topology) -> Placement:
     """Returns the placement in which every shard of a worker has `placement.replicas` holders: the
     workers after its own in the order of the topology, those without room left out. Shards at the
-    host have no others, since they live and die with it.
+    host have no others, since they live and die with it. A worker that computes from the mapped
+    checkpoint, as its topology says, needs no room.
 
     Raises TopologyError where there are too few workers, naming memory and shard where that is why,
     and for workers that keep other formats or compute in other classes.
@@ -41,7 +42,8 @@ def with_replicas(layers: Sequence[PlacedLayer], placement: Placement, topology:
             for worker in _after(topology, shard.holder) if shard.holder != HOST else ():
                 if len(others) == wanted - 1:
                     break
-                if worker.memory is not None and used.get(worker.name, 0) + size > worker.memory:
+                has_bound = worker.memory is not None and worker.weights_layout != "mapped"
+                if has_bound and used.get(worker.name, 0) + size > (worker.memory or 0):
                     continue
                 _check_alike(layer, shard, worker, topology)
                 used[worker.name] = used.get(worker.name, 0) + size
@@ -51,23 +53,6 @@ def with_replicas(layers: Sequence[PlacedLayer], placement: Placement, topology:
             placed.append(dataclasses.replace(shard, replicas=tuple(others)))
         found.append(tuple(placed))
     return dataclasses.replace(placement, layers=tuple(found))
-
-
-def check_layouts(layers: Sequence[PlacedLayer], placement: Placement, topology: Topology) -> None:
-    """Raises TopologyError where a shard with several holders is computed from mapped weights: they
-    are compared bit by bit only once somebody has read all of them.
-    """
-    mapped = placement.mapped_holders()
-    for layer, shards in zip(layers, placement.layers, strict=True):
-        for shard in shards:
-            for holder in shard.holders if shard.replicas else ():
-                if holder in mapped:
-                    raise _error(
-                        topology,
-                        f"layer {layer.index} ({layer.name}), shard {shard.shard_id} has several holders, and worker {holder} "
-                        "computes from the mapped checkpoint, whose bytes nobody has compared; give it memory for packed "
-                        "weights (weights_layout: packed), or write placement.replicas: 1",
-                    )
 
 
 def _after(topology: Topology, holder: str) -> tuple[WorkerSpec, ...]:
@@ -94,12 +79,12 @@ def _check_alike(layer: PlacedLayer, shard: Shard, worker: WorkerSpec, topology:
 def _shortfall(layer: PlacedLayer, shard: Shard, size: int, used: dict[str, int], topology: Topology) -> str:
     rooms = ", ".join(
         f"{worker.name} has {format_bytes(max(0, worker.memory - used.get(worker.name, 0)))} of memory left"
-        for worker in _after(topology, shard.holder) if worker.memory is not None
+        for worker in _after(topology, shard.holder) if worker.memory is not None and worker.weights_layout != "mapped"
     )  # fmt: skip
     return (
         f"placement.replicas is {topology.placement.replicas}: layer {layer.index} ({layer.name}), shard {shard.shard_id} "
-        f"needs {format_bytes(size)} at another worker than {shard.holder}, and {rooms}; give them more memory or write "
-        "fewer replicas"
+        f"needs {format_bytes(size)} at another worker than {shard.holder}, and {rooms}; give them more memory, have them "
+        "compute from the mapped checkpoint (weights_layout: mapped), or write fewer replicas"
     )
 
 

@@ -38,9 +38,7 @@ class Shard:
     HOST, and `experts` are their ids in ascending order. `replicas` are the workers that hold them
     too and stand in for `holder`, preferred first.
 
-    `weights` is that setting of the holder, and `numerics` the class that it computes in. `layout`
-    says whether the weights are packed in the holder's memory, or mapped: then it computes from the
-    pages of the checkpoint and needs no memory of its own.
+    `weights` is that setting of the holder, and `numerics` the class that it computes in.
     """
 
     shard_id: int
@@ -48,7 +46,6 @@ class Shard:
     experts: tuple[int, ...]
     weights: str = "auto"
     numerics: str = DEFAULT_NUMERICS
-    layout: str = "packed"
     replicas: tuple[str, ...] = ()
 
     @property
@@ -63,26 +60,29 @@ class Placement:
     ascending order of their ids, and every expert is in exactly one of them.
 
     `expert_bytes[i]` are the bytes of one expert of that layer, by the `weights` of its holder.
+    `mapped` are the holders that compute from the pages of the mapped checkpoint and need no memory
+    of their own; all others have packed their weights.
     """
 
     layers: tuple[tuple[Shard, ...], ...]
     expert_bytes: tuple[Mapping[str, int], ...]
+    mapped: frozenset[str] = frozenset()
 
     def bytes_by_holder(self) -> dict[str, int]:
-        """Returns the bytes of weights in memory of each holder that has experts. Mapped shards
-        count nothing.
+        """Returns the bytes of weights in memory of each holder that has experts, 0 for those that
+        compute from the mapped checkpoint.
         """
         found: dict[str, int] = {}
         for shards, sizes in zip(self.layers, self.expert_bytes, strict=True):
             for shard in shards:
-                size = sizes[shard.weights] if shard.layout == "packed" else 0
                 for holder in shard.holders:
+                    size = 0 if holder in self.mapped else sizes[shard.weights]
                     found[holder] = found.get(holder, 0) + len(shard.experts) * size
         return found
 
-    def mapped_holders(self) -> frozenset[str]:
-        """Returns the holders that compute from the mapped checkpoint."""
-        return frozenset(shard.holder for shards in self.layers for shard in shards if shard.layout == "mapped")
+    def layout_of(self, holder: str) -> str:
+        """Returns `packed` or `mapped`, which is that of all shards of a holder."""
+        return "mapped" if holder in self.mapped else "packed"
 
     def shards_of(self, holder: str) -> tuple[tuple[int, Shard], ...]:
         """Returns (position of the layer, shard) for every shard of one holder."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,32 +39,48 @@ ContentsReport = Callable[[str, int, int], None]
 AskChecksum = Callable[[str, "HeldShard"], "tuple[int | None, int]"]
 
 
+@dataclass(slots=True)
+class _Reported:
+    """What the holders of one shard reported: the value that came first, who reported it, and who
+    has loaded the shard without having read all of it.
+    """
+
+    reference: int | None = None
+    first: str = ""
+    # Replaced and never changed, so that whoever has found them may go through them.
+    holders: frozenset[str] = frozenset()
+    unchecked: frozenset[str] = frozenset()
+
+
 class ReferenceChecksums:
-    """The content checksum of each shard as its first holder reported it. Every further holder must
-    have the same. Any thread may call.
+    """The content checksum of each shard as the first of its holders reported it. Every other
+    holder must have the same. Any thread may call.
     """
 
     def __init__(self) -> None:
         # Holders load in parallel and note their checksums from threads of their own.
         self._lock = threading.Lock()
-        self._first: dict[tuple[int, int], tuple[str, int | None]] = {}
+        self._reported: dict[tuple[int, int], _Reported] = {}
 
     def note(self, held: HeldShard, holder: str, checksum: int | None) -> None:
         """Notes the checksum that `holder` reports, or None as long as the shard is unchecked
-        there.
+        there. Nobody may stand in for anybody then before `MappedHolders` has settled it.
 
-        Raises CheckpointError, naming both holders and values, where a second holder reports
-        another value, or where one of the two is still unchecked: weights that nobody has compared
-        must not stand in for each other. A holder that was started again must report what it
-        reported before.
+        Raises CheckpointError, naming both holders and values, where another holder reported
+        another value. A holder that was started again must report what it reported before.
         """
-        where = held.layer.index, held.shard_id
+        nothing = _Reported()
         with self._lock:
-            first, reference = self._first.setdefault(where, (holder, checksum))
-            if first == holder and reference is None:
-                self._first[where] = holder, checksum
+            reported = self._reported.setdefault((held.layer.index, held.shard_id), nothing)
+            reported.holders |= {holder}
+            if checksum is None:
+                reported.unchecked |= {holder}
                 return
-        if checksum == reference and checksum is not None:
+            reported.unchecked -= {holder}
+            if reported.reference is None:
+                reported.reference, reported.first = checksum, holder
+            first, reference = reported.first, reported.reference
+        if checksum == reference:
             return
         if first == holder:
             raise CheckpointError(
@@ -78,11 +95,28 @@ class ReferenceChecksums:
         )
 
     def reference(self, held: HeldShard) -> int | None:
-        """Returns the checksum that every holder of a shard must have, None where its first holder
-        has not read all of it or is not known.
+        """Returns the checksum that every holder of a shard must have, None where no holder has
+        read all of it.
         """
         with self._lock:
-            return self._first.get((held.layer.index, held.shard_id), ("", None))[1]
+            reported = self._reported.get((held.layer.index, held.shard_id))
+            return reported.reference if reported is not None else None
+
+    def holders(self, held: HeldShard) -> tuple[frozenset[str], frozenset[str]]:
+        """Returns all who have loaded a shard, and those of them that had not read all of it
+        yet.
+        """
+        nothing = _Reported()
+        with self._lock:
+            reported = self._reported.get((held.layer.index, held.shard_id), nothing)
+            return reported.holders, reported.unchecked
+
+    def forget(self, holder: str) -> None:
+        """Forgets a holder that was removed. What it reported stays the reference."""
+        with self._lock:
+            for reported in self._reported.values():
+                reported.holders -= {holder}
+                reported.unchecked -= {holder}
 
 
 def checksum_text(checksum: int | None) -> str:
@@ -145,7 +179,7 @@ def compare_with_own_copy(
             report(one.layer.name, done[layer] + count, totals[layer])
 
         ours = own_checksum(checkpoint, one, progress)
-        theirs = _await_checksum(ask, holder, one, timeout_s, report)
+        theirs = await_checksum(ask, holder, one, timeout_s, report)
         done[layer] += len(one.experts)
         if theirs != ours:
             differing.append(
@@ -169,12 +203,12 @@ def held_checksums(
     found: dict[int, dict[int, int]] = {layer.index: {} for layer in layers}
     for holder, shards in held.items():
         for one in shards:
-            checksum = _await_checksum(ask, holder, one, timeout_s, lambda _layer, _count, _total: None)
+            checksum = await_checksum(ask, holder, one, timeout_s, lambda _layer, _count, _total: None)
             found[one.layer.index][one.shard_id] = checksum
     return tuple(tuple(value for _, value in sorted(found[layer.index].items())) for layer in layers)
 
 
-def _await_checksum(ask: AskChecksum, holder: str, held: HeldShard, timeout_s: float, report: ContentsReport) -> int:
+def await_checksum(ask: AskChecksum, holder: str, held: HeldShard, timeout_s: float, report: ContentsReport) -> int:
     """Returns a holder's content checksum, waiting for its background reader as long as that makes
     progress.
     """

@@ -121,11 +121,6 @@ class Elastic:
         for other in members.values():
             if not address.is_started_by_host and str(other.address) == str(address):
                 raise ConfigError(f"worker {spec.name} is not added: worker {other.name} has the same address {address}")
-        if spec.weights_layout == "mapped":
-            raise ConfigError(
-                f"worker {spec.name} is not added: weights_layout is mapped, and nobody compares such bytes with those of the "
-                "holder that is there; write packed or leave it out"
-            )
         check_paths(Topology((spec,), source=SOURCE), self._placed.settings)
 
     def _check_host(self, doing: str) -> None:
@@ -148,7 +143,8 @@ class Elastic:
     def _member_of(self, spec: WorkerSpec, numerics: str) -> Member:
         address = spec.parsed_address
         transport = choose_transport(spec.name, address, self._placed.settings.transport)
-        member = Member(spec.name, address, transport, numerics, "packed", spec=spec, device=DeviceChoice.of(spec))
+        layout = "mapped" if spec.weights_layout == "mapped" else "packed"
+        member = Member(spec.name, address, transport, numerics, layout, spec=spec, device=DeviceChoice.of(spec))
         # The client knows a name by one number for ever.
         former = self._fleet.former.get(spec.name)
         member.client_index = former.client_index if former is not None else -1
@@ -163,25 +159,27 @@ class Elastic:
         self._fleet.start_again(member)
         classes = (member.numerics,) if spec.activations is not None else tuple({member.numerics, *member.offered})
         chosen = self._choose(Newcomer(spec, classes, room_of(member, spec.memory)))
-        self._fleet.load_again(member, self._held_shards(member.name, chosen))
+        self._fleet.load_again(member, self._held_shards(member, chosen))
         return chosen
 
-    def _held_shards(self, name: str, chosen: list[Place]) -> list[HeldShard]:
-        placed = self._placed
-        placement = with_holder(placed.placement, name, chosen, self._fleet.members)
-        return shards_by_holder(placed.spec, placement)[name]
+    def _placement_with(self, member: Member, chosen: list[Place]) -> Placement:
+        is_mapped = member.layout == "mapped"
+        return with_holder(self._placed.placement, member.name, chosen, self._fleet.members, is_mapped=is_mapped)
+
+    def _held_shards(self, member: Member, chosen: list[Place]) -> list[HeldShard]:
+        return shards_by_holder(self._placed.spec, self._placement_with(member, chosen))[member.name]
 
     def _join(self, member: Member, chosen: list[Place], topology: Topology) -> None:
         """Gives a loaded worker its data path, and tells the calls that it is a holder."""
         placed, name = self._placed, member.name
-        shards = self._held_shards(name, chosen)
+        shards = self._held_shards(member, chosen)
         with self._paths.adding():
             self._attach(member, shards)
             with self._lock:
                 self._fleet.admit(member)
                 placed.held = {**placed.held, name: shards}
                 placed.topology = topology
-                self._place(with_holder(placed.placement, name, chosen, self._fleet.members))
+                self._place(self._placement_with(member, chosen))
         self._keeper.adopt(member, shards)
 
     def _attach(self, member: Member, shards: list[HeldShard]) -> None:

@@ -32,6 +32,7 @@ from dflash_moe.runtime.held_shards import HeldShard
 from dflash_moe.runtime.host_twin import HostTwin
 from dflash_moe.runtime.launcher import Launcher, StartedWorker
 from dflash_moe.runtime.local_worker import LocalWorker
+from dflash_moe.runtime.mapped_holders import MappedHolders
 from dflash_moe.runtime.owner import Owner
 from dflash_moe.runtime.row_questions import RowQuestion
 from dflash_moe.runtime.session import HostSession
@@ -123,6 +124,11 @@ def _report_after(before: int, report: Callable[[int], None], count: int) -> Non
     report(before + count)
 
 
+def _report_compared(report: LoadingReport | None, holder: str, total: int, count: int) -> None:
+    if report is not None:
+        report(f"{holder} (comparing)", count, total)
+
+
 class Fleet:
     """The members of one runtime by name, in the order of the topology and the host last. `close()`
     ends everything.
@@ -153,6 +159,9 @@ class Fleet:
         self._closing = threading.RLock()
         self._is_host_processor = True
         self._contents = ReferenceChecksums()
+        self._mapped = MappedHolders(
+            Path(spec.path), self._contents, self.ask_checksum, self._reads_own_files, settings.start_timeout_s
+        )
         # This is set once a device of the host has refused to register read-only memory. Workers
         # that this host started then leave the segments of their replies writable for it.
         self.may_open_replies = False
@@ -295,6 +304,15 @@ class Fleet:
         computes other numbers than it must.
         """
         self._load_member(member, shards, lambda _count: None)
+        self._mapped.settle(member.name, shards)
+
+    def _reads_own_files(self, holder: str) -> bool:
+        """Whether a holder reads the files that this host has: it runs here, and by its order."""
+        try:
+            member = self.member_of(holder)
+        except WorkerLost:
+            return False
+        return member.local is not None or member.address.is_started_by_host
 
     def _launch(self, member: Member) -> StartedWorker:
         with self._closing:
@@ -366,6 +384,9 @@ class Fleet:
             report(num_experts)
 
         self._in_parallel(list(self.members), load_member)
+        for name, shards in held.items():
+            total = sum(len(one.experts) for one in shards)
+            self._mapped.settle(name, shards, partial(_report_compared, on_loading, name, total))
         log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
 
     def _load_member(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None]) -> None:
@@ -541,6 +562,7 @@ class Fleet:
                 self.former = {**self.former, member.name: member}
             self.members = {name: one for name, one in self.members.items() if one is not member}
             self.arriving = {name: one for name, one in self.arriving.items() if one is not member}
+        self._contents.forget(member.name)
 
     def use_threads(self, threads: ThreadPlan) -> None:
         """Plans the threads of workers that are started from now on anew."""

@@ -38,14 +38,13 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
     shard with replicas is listed at each of its holders.
     """
     held: dict[str, list[HeldShard]] = {}
-    mapped = placement.mapped_holders()
     for layer, shards in zip(spec.layers, placement.layers, strict=True):
         for shard in shards:
             experts = tuple(shard.experts)
             weight_dtype = layer.weight_dtype if shard.weights == "auto" else layer.resident_dtype(shard.weights)
             fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype, shard.numerics)
             for holder in shard.holders:
-                layout = "mapped" if holder in mapped else "packed"
+                layout = placement.layout_of(holder)
                 one = HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint, shard.numerics, layout)
                 held.setdefault(holder, []).append(replace(one, is_replica=holder != shard.holder))
     return held

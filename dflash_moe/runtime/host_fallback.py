@@ -10,7 +10,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from dflash_moe import _core
 from dflash_moe.config.remedies import fallback_is_off
 from dflash_moe.errors import CheckpointError, DflashError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.checkpoint_files import find_gguf, list_safetensors
+from dflash_moe.model.checkpoint_files import FileState, states_of_files
 from dflash_moe.placement.fallback import gaps, host_kernel_set
 from dflash_moe.runtime.contents import checksum_text
 from dflash_moe.runtime.fleet import Member
@@ -46,23 +45,10 @@ LOOK_S = 0.05
 # A thread that is told to end looks up this often at least, but for the load of one expert.
 STOP_S = 5.0
 
-# What says that two readings of a file saw the same bytes: device, inode, size, and when contents
-# and entry were changed last. Nobody can set the last of these.
-FileState = tuple[int, int, int, int, int]
-
 
 def stand_in_name(worker: str) -> str:
     """Returns what the stand-in for a worker is called; no worker's name has a colon."""
     return f"{HOST}:{worker}"
-
-
-def states_of_files(model: Path) -> tuple[FileState, ...]:
-    """Returns the state of every file with weights. Raises CheckpointError where one is missing."""
-    try:
-        found = [os.stat(file) for file in find_gguf(model) or list_safetensors(model)[0]]
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {model}: {error.filename}: {error.strerror}") from None
-    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
 
 
 @dataclass(slots=True)

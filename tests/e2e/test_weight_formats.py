@@ -170,7 +170,7 @@ def outputs(model, worker: str, rows: np.ndarray, ids: np.ndarray) -> np.ndarray
     topology = dm.Topology.parse(f"version: 1\nworkers: [{{name: w0, threads: 2, {worker}}}]")
     with dm.ExpertRuntime.start(topology, model=model) as runtime:
         found = runtime.experts(1, rows, ids, np.full(ids.shape, 0.5, np.float32))
-        assert [shard.layout for shard in runtime.placement.layers[1]] == ["mapped" if worker == MAPPED else "packed"]
+        assert runtime.placement.layout_of("w0") == ("mapped" if worker == MAPPED else "packed")
     return np.array(found)
 
 

@@ -188,7 +188,6 @@ def unfit(tmp_path: Path) -> list[tuple[Any, type[Exception], str]]:
     return [
         ({"name": "w1"}, ConfigError, "a worker of this name is there"),
         ({"name": "w2", "address": "loopback"}, ConfigError, "in the host's own process"),
-        ({"name": "w2", "weights_layout": "mapped"}, ConfigError, "nobody compares such bytes"),
         ({"name": "w2", "weights": "int8"}, ConfigError, r"disagree in weights: worker w. has auto, worker w2 int8"),
         ({"name": "w2", "activations": "int8"}, ConfigError, "disagree in numerics: worker w. has f32-canon"),
         ({"name": "w2", "memory": 100}, ConfigError, r"layer 0 .*, shard \d needs .* of memory, and 100 bytes are left there"),

@@ -29,6 +29,7 @@ from dflash_moe.topology import HOST, ExpertSelection, WorkerSpec
 class Layer:
     index: int
     num_experts: int = 12
+    dtype: str = "bf16"
 
     @property
     def name(self) -> str:
@@ -38,7 +39,7 @@ class Layer:
         return {"int8": 50}.get(weights, 100)
 
     def resident_dtype(self, weights: str) -> str:
-        return {"int8": "int8_g32"}.get(weights, "bf16")
+        return {"int8": "int8_g32"}.get(weights, self.dtype)
 
 
 LAYERS = [Layer(0), Layer(3)]
@@ -75,6 +76,23 @@ def test_the_most_loaded_come_first_and_a_second_holder_halves_a_load() -> None:
     assert choose(newcomer(800), load=load) == [(0, 1), (1, 2)]
     shared = with_holder(PLACEMENT, "w0", [(0, 1)], MEMBERS)
     assert choose(newcomer(400), shared, load) == [(1, 2)]
+
+
+def test_a_newcomer_that_maps_its_weights_needs_no_room() -> None:
+    assert sorted(choose(newcomer(0, weights_layout="mapped"))) == ALL
+    more = with_holder(PLACEMENT, "new", [(0, 1)], (*MEMBERS, "new"), is_mapped=True)
+    assert more.mapped == {"new"}
+    assert more.bytes_by_holder() == {**PLACEMENT.bytes_by_holder(), "new": 0}
+    # A worker of the same name that is added later may pack.
+    assert with_holder(more, "new", [(0, 1)], MEMBERS).mapped == frozenset()
+
+
+def test_weights_that_no_kernel_reads_packed_are_only_for_a_newcomer_that_maps_them() -> None:
+    unread = dataclasses.replace(PLACEMENT, mapped=frozenset(MEMBERS))
+    layers = [dataclasses.replace(layer, dtype="iq1_s") for layer in LAYERS]
+    with pytest.raises(ConfigError, match="shard 0 has weights in iq1_s, which no kernel reads packed; say weights_layout"):
+        choose_shards(layers, unread, newcomer(), EVEN, MEMBERS)
+    assert sorted(choose_shards(layers, unread, newcomer(weights_layout="mapped"), EVEN, MEMBERS)) == ALL
 
 
 def test_a_shard_that_nobody_holds_comes_before_all_others() -> None:
@@ -117,7 +135,6 @@ def test_a_newcomer_that_can_hold_nothing_is_refused(found: Newcomer, placement:
         ({"0": (12,)}, PLACEMENT, None, "expert 12 does not exist in layer 0"),
         ({"*": (0, 1, 2, 3)}, PLACEMENT, 700, "shard 0 needs 400 bytes of memory, and 300 bytes are left there"),
         ({"0": (0, 1, 2, 3)}, changed(holder=HOST), None, "is computed in the host's own process"),
-        ({"0": (0, 1, 2, 3)}, changed(layout="mapped"), None, "from the mapped checkpoint by worker w0"),
     ],
 )
 def test_experts_that_cannot_be_had_are_refused(
@@ -128,7 +145,7 @@ def test_experts_that_cannot_be_had_are_refused(
 
 
 def test_shards_that_do_not_suit_are_left_out_where_others_do() -> None:
-    for placement in (changed(holder=HOST), changed(layout="mapped"), changed(weights="int8"), changed(numerics="bf16-dot")):
+    for placement in (changed(holder=HOST), changed(weights="int8"), changed(numerics="bf16-dot")):
         assert sorted(choose(newcomer(), placement)) == ALL[1:]
 
 

@@ -194,16 +194,17 @@ def test_every_expert_is_in_one_shard_and_no_memory_is_exceeded(data):
     needed = placement.bytes_by_holder()
     assert all(needed.get(f"w{index}", 0) <= size for index, size in enumerate(memories))
     shards = [(layer, shard) for layer, found in zip(model, placement.layers, strict=True) for shard in found]
-    packed = sum(len(shard.experts) * layer.expert_bytes for layer, shard in shards if shard.layout == "packed")
+    packed = sum(len(shard.experts) * layer.expert_bytes for layer, shard in shards if shard.holder not in placement.mapped)
     assert sum(needed.values()) == packed
-    assert layout == "auto" or all(shard.layout == "packed" for _, shard in shards)
+    assert layout == "auto" or not placement.mapped
     assert plan_placement(model, where) == placement
 
 
 def test_a_worker_without_the_memory_computes_from_the_mapped_checkpoint_unless_it_must_pack(caplog):
     text = "workers: [{name: a, memory: 255MiB}, {name: b, memory: 256MiB}, {name: c, weights_layout: mapped, memory: 1MiB}]"
     placement = plan_placement([Layer(0, 192, 4 << 20)], topology(text))
-    assert {shard.holder: shard.layout for shard in placement.layers[0]} == {"a": "mapped", "b": "packed", "c": "mapped"}
+    assert placement.mapped == {"a", "c"}
+    assert [placement.layout_of(name) for name in "abc"] == ["mapped", "packed", "mapped"]
     assert placement.bytes_by_holder() == {"a": 0, "b": 256 << 20, "c": 0}
     assert "worker a computes from the mapped checkpoint, for its packed experts need 256.0 MiB" in caplog.text
     with pytest.raises(TopologyError, match="worker a needs 256"):
@@ -225,8 +226,7 @@ def test_a_layout_that_cannot_be_says_why(worker, message):
 def test_weights_that_no_kernel_reads_are_mapped_and_said_so(caplog):
     model = [Layer(0, 8), Layer(1, 8, weight_dtype="q4_k+iq1_s")]
     placement = plan_placement(model, topology("workers: [{name: a}]\nhost: {experts: {memory: 8MiB}}"))
-    layouts = {shard.holder: shard.layout for shards in placement.layers for shard in shards}
-    assert layouts["a"] == "mapped"
+    assert "a" in placement.mapped
     assert "worker a computes from the mapped checkpoint, for it has weights in iq1_s, which no kernel reads" in caplog.text
     assert set(plan_placement([Layer(0, 8, weight_dtype="iq2_s")], topology("workers: [{name: a}]")).bytes_by_holder()) == {"a"}
 

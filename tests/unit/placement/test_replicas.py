@@ -22,12 +22,13 @@ class Layer:
     name: str = "model.layers.0.mlp.experts"
     num_experts: int = 12
     expert_bytes: int = 100
+    dtype: str = "bf16"
 
     def resident_bytes(self, weights: str) -> int:
         return {"int8": 50}.get(weights, self.expert_bytes)
 
     def resident_dtype(self, weights: str) -> str:
-        return {"int8": "int8_g32"}.get(weights, "bf16")
+        return {"int8": "int8_g32"}.get(weights, self.dtype)
 
 
 def topology(replicas: int, workers: int = 3, **changes: object) -> Topology:
@@ -87,9 +88,20 @@ def test_holders_that_would_compute_other_bits_are_refused(changes: dict[str, ob
         plan_placement([Layer()], with_worker(topology(2), "w1", **changes))
 
 
-def test_mapped_weights_have_no_replicas() -> None:
-    with pytest.raises(TopologyError, match="worker w1 computes from the mapped checkpoint"):
-        plan_placement([Layer()], with_worker(topology(2), "w1", weights_layout="mapped"))
+def test_a_worker_that_maps_its_weights_stands_in_without_memory() -> None:
+    made = with_worker(topology(2), "w1", weights_layout="mapped", memory=1)
+    placement = plan_placement([Layer()], made)
+    assert holders(placement) == [("w0", "w1"), ("w1", "w2"), ("w2", "w0")]
+    assert placement.mapped == {"w1"}
+    needed = placement.bytes_by_holder()
+    assert needed["w1"] == 0
+    # The other one holds all shards in its memory.
+    assert (needed["w0"], needed["w2"]) == (800, 800)
+
+
+def test_a_replica_of_weights_that_no_kernel_reads_is_mapped_too() -> None:
+    placement = plan_placement([Layer(dtype="iq1_s")], topology(2))
+    assert placement.mapped == {"w0", "w1", "w2"}
 
 
 def test_experts_at_the_host_have_no_replicas() -> None:

@@ -1,0 +1,88 @@
+"""Sees to it that holders which compute from mapped checkpoints hold the same bytes before they
+stand in for each other (decision 62).
+
+Nobody has read all of a mapped shard when it is loaded. Where several hold it, they are compared
+once their background readers are through, but for workers that map one file.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_moe.errors import CheckpointError, WorkerLost
+from dflash_moe.model.checkpoint_files import FileState, states_of_files
+from dflash_moe.runtime.contents import AskChecksum, ReferenceChecksums, await_checksum
+
+if TYPE_CHECKING:
+    from dflash_moe.runtime.held_shards import HeldShard
+
+log = logging.getLogger(__name__)
+
+
+class MappedHolders:
+    """What may join although its shards are unchecked. Any thread may call."""
+
+    def __init__(
+        self,
+        model: Path,
+        contents: ReferenceChecksums,
+        ask: AskChecksum,
+        reads_own_files: Callable[[str], bool],
+        timeout_s: float,
+    ) -> None:
+        """Notes how the files of the checkpoint are before any worker reads them.
+
+        `reads_own_files` says of a holder whether it reads those very files, as a worker does that
+        this host started. `timeout_s` bounds how long a background reader may make no progress.
+        """
+        self._model, self._contents, self._ask = model, contents, ask
+        self._reads_own_files, self._timeout_s = reads_own_files, timeout_s
+        self._before = _states(model)
+
+    def settle(self, holder: str, shards: Sequence[HeldShard], report: Callable[[int], None] = lambda _count: None) -> None:
+        """Returns once a holder that has loaded these shards may stand in for their other holders,
+        and they for it: at once where all of them read the same unchanged files or have compared
+        their bytes while packing, and else when whoever is unchecked has read all. Another holder
+        that is lost is left out; it is compared when it comes back.
+
+        `report` is called with the number of experts that were settled so far, from the first
+        comparison on. Errors: CheckpointError naming the holders that differ and both values;
+        WorkerLost for `holder` itself; WorkerTimeout.
+        """
+        are_unchanged: bool | None = None
+        num_settled, is_comparing = 0, False
+        for held in shards:
+            holders, unchecked = self._contents.holders(held)
+            if len(holders) > 1 and unchecked:
+                if are_unchanged is None:
+                    are_unchanged = bool(self._before) and _states(self._model) == self._before
+                if not are_unchanged or not all(map(self._reads_own_files, holders)):
+                    is_comparing = True
+                    # The others first, so that a difference is said of the newcomer.
+                    for name in sorted(unchecked, key=lambda name: (name == holder, name)):
+                        self._compare(name, held, is_newcomer=name == holder)
+            num_settled += len(held.experts)
+            if is_comparing:
+                report(num_settled)
+
+    def _compare(self, name: str, held: HeldShard, *, is_newcomer: bool) -> None:
+        log.info("worker %s: %s, shard %d is compared before it has several holders", name, held.layer.name, held.shard_id)
+        try:
+            checksum = await_checksum(self._ask, name, held, self._timeout_s, lambda _where, _count, _total: None)
+        except WorkerLost:
+            if is_newcomer:
+                raise
+            return
+        self._contents.note(held, name, checksum)
+
+
+def _states(model: Path) -> tuple[FileState, ...]:
+    """Returns the state of the files of a checkpoint, nothing where this host has not got them."""
+    try:
+        return states_of_files(model)
+    except CheckpointError:
+        return ()

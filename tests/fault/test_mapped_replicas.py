@@ -1,0 +1,144 @@
+"""Holders that compute from mapped checkpoints stand in for others: no call fails, no bit changes,
+and nobody joins whose bytes differ.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_moe.errors import CheckpointError
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.golden import GoldenRows
+from dflash_moe.topology import Topology
+from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
+from tests.fault.conftest import StartWorker, wait_until
+from tests.fault.test_host_fallback import flip_a_weight
+
+# A limit that nothing here waits for: what goes on before it went on for another reason.
+FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "restart_backoff_ms": (10.0, 100.0)}
+BACK_S = 60.0
+
+
+def start(spec: ModelSpec, *workers: str, replicas: int = 2, **overrides: Any) -> ExpertRuntime:
+    """Workers from the rest of their lines; each has one thread. `far` is one by hand."""
+    names = ["far" if "address: '" in rest else f"w{number}" for number, rest in enumerate(workers)]
+    lines = "".join(f"  - {{name: {name}, threads: 1, {rest}}}\n" for name, rest in zip(names, workers, strict=True))
+    topology = Topology.parse(f"version: 1\nplacement: {{replicas: {replicas}}}\nworkers:\n{lines}")
+    return ExpertRuntime.start(topology, model=spec, **{**FAR, **overrides})
+
+
+def call(runtime: ExpertRuntime, num_tokens: int = 7) -> np.ndarray[Any, Any]:
+    return np.array(runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens))))
+
+
+def kill(runtime: ExpertRuntime, worker: str) -> None:
+    os.kill({process.name: process.pid for process in runtime.worker_processes()}[worker], signal.SIGKILL)
+
+
+def is_ready(runtime: ExpertRuntime, worker: str) -> bool:
+    return any(one.name == worker and one.state == "ready" and one.deaths for one in runtime.workers())
+
+
+def is_checked(runtime: ExpertRuntime) -> bool:
+    """Whether nobody holds a shard whose bytes were not read."""
+    fleet = runtime._placed.fleet
+    return not any(fleet._contents.holders(one)[1] for shards in runtime._placed.held.values() for one in shards)
+
+
+@pytest.mark.parametrize("first", ["weights_layout: packed", "weights_layout: mapped"])
+@pytest.mark.parametrize("address", ["", ", address: tcp"])
+def test_workers_that_map_one_file_stand_in_for_each_other_and_for_one_that_packed(
+    spec: ModelSpec, first: str, address: str
+) -> None:
+    with start(spec, "weights_layout: packed", "weights_layout: packed", replicas=1) as runtime:
+        right = call(runtime)
+    with start(spec, first + address, "weights_layout: mapped" + address) as runtime:
+        assert all(len(shard.holders) == 2 for shards in runtime.placement.layers for shard in shards)
+        for worker in ("w1", "w0", "w1"):
+            kill(runtime, worker)
+            for _ in range(20):
+                assert np.array_equal(call(runtime), right)
+            assert wait_until(lambda worker=worker: is_ready(runtime, worker), BACK_S)
+            assert np.array_equal(call(runtime), right)
+        assert runtime.stats()["totals"]["failovers"] >= 1
+
+
+def test_another_copy_of_the_checkpoint_is_compared_before_it_joins(
+    spec: ModelSpec, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    copy = shutil.copytree(spec.path, tmp_path / "theirs")
+    worker = start_worker(Path(copy), f"unix://{tmp_path}/far.sock")
+    told: list[str] = []
+    far = f"address: '{worker.address}', weights_layout: mapped"
+    report = lambda holder, _count, _total: told.append(holder)  # noqa: E731
+    with start(spec, "weights_layout: mapped", far, on_loading=report, restart=False) as runtime:
+        assert is_checked(runtime)
+        assert {"w0 (comparing)"} <= set(told)
+        right = call(runtime)
+        kill(runtime, "w0")
+        for _ in range(20):
+            assert np.array_equal(call(runtime), right)
+
+
+def test_a_copy_that_differs_ends_the_start_and_names_both(
+    tmp_path: Path, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rows that a worker computes at its start would show this flip too.
+    monkeypatch.setattr(GoldenRows, "check", lambda _self, _holder, _shards, **_how: None)
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    copy = Path(shutil.copytree(spec.path, tmp_path / "theirs"))
+    flip_a_weight(copy)
+    worker = start_worker(copy, f"unix://{tmp_path}/far.sock")
+    with pytest.raises(
+        CheckpointError, match=r"worker (w0|far) holds content checksum 0x\w+, worker (w0|far) 0x\w+; holders of one"
+    ):
+        start(spec, "weights_layout: packed", f"address: '{worker.address}', weights_layout: mapped")
+
+
+def test_a_worker_that_comes_back_to_a_touched_file_is_compared_and_joins(tmp_path: Path) -> None:
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    with start(spec, "weights_layout: packed", "weights_layout: mapped") as runtime:
+        right = call(runtime)
+        os.utime(tmp_path / "ours" / "model.safetensors")
+        kill(runtime, "w1")
+        assert wait_until(lambda: is_ready(runtime, "w1"), BACK_S)
+        assert is_checked(runtime)
+        assert np.array_equal(call(runtime), right)
+
+
+def test_a_worker_that_comes_back_to_other_bytes_never_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GoldenRows, "check", lambda _self, _holder, _shards, **_how: None)
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    with start(spec, "weights_layout: packed", "weights_layout: mapped") as runtime:
+        right = call(runtime)
+        flip_a_weight(tmp_path / "ours")
+        kill(runtime, "w1")
+        assert wait_until(lambda: {one.name: one.state for one in runtime.workers()}["w1"] == "quarantined", BACK_S)
+        reason = {one.name: one.reason for one in runtime.workers()}["w1"]
+        assert "holds content checksum" in reason, reason
+        assert np.array_equal(call(runtime), right)
+
+
+def test_a_mapped_worker_is_added_under_a_packed_one_and_takes_over(spec: ModelSpec) -> None:
+    with start(spec, "weights_layout: packed", replicas=1) as runtime:
+        right = call(runtime)
+        runtime.add_worker({"name": "w1", "threads": 1, "weights_layout": "mapped"})
+        assert all(set(shard.holders) == {"w0", "w1"} for shards in runtime.placement.layers for shard in shards)
+        assert runtime.placement.layout_of("w1") == "mapped"
+        runtime.remove_worker("w0")
+        for _ in range(20):
+            assert np.array_equal(call(runtime), right)
+        kill(runtime, "w1")
+        assert wait_until(lambda: is_ready(runtime, "w1"), BACK_S)
+        assert np.array_equal(call(runtime), right)
