@@ -154,8 +154,8 @@ class Audit:
             "weights_changed": sum(one["weights_changed"] for one in workers.values()),
             "host_wrong": self._num_host_mismatches,
             "undecided": self._num_undecided,
-            "golden_rows": self._fleet.golden.num_compared,
-            "golden_mismatches": self._fleet.golden.num_mismatches,
+            "golden_rows": self._fleet.shards.golden.num_compared,
+            "golden_mismatches": self._fleet.shards.golden.num_mismatches,
             "workers": workers,
         }
 
@@ -260,7 +260,7 @@ class Audit:
     def _audit_next(self) -> bool:
         """Computes one row again; returns whether there was one."""
         with suppress(IndexError):
-            golden = self._fleet.golden.unproven.popleft()
+            golden = self._fleet.shards.golden.unproven.popleft()
             self._audit(golden.holder, golden.held, golden.question, golden.reply)
             return True
         with suppress(IndexError):
@@ -324,7 +324,7 @@ class Audit:
             with suppress(DflashError):  # one of the two was removed or lost meanwhile
                 if self._fleet.architecture_of(other) != self._fleet.architecture_of(name):
                     continue
-                computed = self._fleet.ask_row(other, theirs, question)
+                computed = self._fleet.shards.ask_row(other, theirs, question)
                 if computed is not None:
                     return computed
         return None

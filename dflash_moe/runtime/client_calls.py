@@ -17,8 +17,8 @@ from dflash_moe.runtime.membership import State
 
 if TYPE_CHECKING:
     from dflash_moe import _core
-    from dflash_moe.runtime.fleet import Member
     from dflash_moe.runtime.host_fallback import HostFallback
+    from dflash_moe.runtime.member import Member
     from dflash_moe.runtime.membership import Member as Life
     from dflash_moe.runtime.path_keeper import PathKeeper
 

@@ -31,9 +31,9 @@ from dflash_moe.placement.elastic import (
     without_holder,
 )
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.runtime.fleet import Member
 from dflash_moe.runtime.held_shards import HeldShard, shards_by_holder
 from dflash_moe.runtime.kept_worker import Parting
+from dflash_moe.runtime.member import Member
 from dflash_moe.runtime.membership import State
 from dflash_moe.runtime.memory_check import room_of
 from dflash_moe.runtime.threads import ThreadPlan, plan_with, plan_without

@@ -510,7 +510,7 @@ class ExpertRuntime:
         self._require_open()
         self._fleet.owner.require_here()
         return compare_with_own_copy(
-            self._fleet.ask_checksum,
+            self._fleet.shards.ask_checksum,
             self._placed.held,
             Path(self.spec.path),
             timeout_s=self.settings.start_timeout_s,
@@ -525,7 +525,7 @@ class ExpertRuntime:
         self._require_open()
         self._fleet.owner.require_here()
         return held_checksums(
-            self._fleet.ask_checksum, self._placed.held, self.spec.layers, timeout_s=self.settings.start_timeout_s
+            self._fleet.shards.ask_checksum, self._placed.held, self.spec.layers, timeout_s=self.settings.start_timeout_s
         )
 
     def architecture_of(self, holder: str) -> str:

@@ -14,27 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
-from dflash_moe.errors import ConfigError, WorkerLost
-from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.errors import WorkerLost
 from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
-from dflash_moe.protocol.messages import SESSION_ID_BYTES, LoadShard, compress_experts
-from dflash_moe.runtime.contents import ReferenceChecksums
-from dflash_moe.runtime.golden import GoldenRows
 from dflash_moe.runtime.held_shards import HeldShard
-from dflash_moe.runtime.host_twin import HostTwin
 from dflash_moe.runtime.launcher import Launcher, StartedWorker
+from dflash_moe.runtime.loaded_shards import LoadedShards
 from dflash_moe.runtime.local_worker import LocalWorker
-from dflash_moe.runtime.mapped_holders import MappedHolders
+from dflash_moe.runtime.member import Member
 from dflash_moe.runtime.owner import Owner
-from dflash_moe.runtime.row_questions import RowQuestion
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.runtime.threads import ThreadPlan
 from dflash_moe.runtime.transports import choose_transport
@@ -43,7 +37,7 @@ from dflash_moe.topology.addresses import Address
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.model.spec import LayerSpec, ModelSpec
-    from dflash_moe.topology import Topology, WorkerSpec
+    from dflash_moe.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -62,71 +56,8 @@ ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
 LoadingReport = Callable[[str, int, int], None]
 
 
-@dataclass(slots=True)
-class Member:
-    """One holder of experts as the running runtime knows it. Once it is started, exactly one of
-    `session` (for another process) and `local` (for this one) is set.
-    """
-
-    name: str
-    address: Address
-    transport: str
-    # All shards of a member have one class. Once it was greeted, this is the class of its card.
-    numerics: str
-    # All shards of a member have one layout, packed or mapped.
-    layout: str
-    session: HostSession | None = None
-    local: LocalWorker | None = None
-    # The member that stands for the experts kept at the host has no entry among the workers.
-    spec: WorkerSpec | None = None
-    # The client knows the member by this number, and -1 means not yet.
-    client_index: int = -1
-    # All sessions with it have this id, by which a worker started by hand knows its host again.
-    session_id: bytes = field(default_factory=partial(secrets.token_bytes, SESSION_ID_BYTES))
-    # These are the slots of its data path, None until it is attached.
-    slots: _core.SlotPlan | None = None
-    # This is the device that it computes on.
-    device: DeviceChoice = DeviceChoice()
-    # How its former process ended and what that logged last, once it was lost.
-    last_exit: str = ""
-    # Its numbers were found wrong before, so that it computes a row of every expert when it joins.
-    is_doubted: bool = False
-
-    @property
-    def offered(self) -> tuple[str, ...]:
-        """The numerics classes that it said it computes, once it was greeted."""
-        if self.local is not None:
-            return self.local.offered
-        hello = self.session.hello if self.session is not None else None
-        return (hello.numerics_offered or (hello.numerics_class,)) if hello is not None else ()
-
-    @property
-    def architecture(self) -> str:
-        """What it computes with: a kernel set, or the architecture of a card. It is empty before
-        the member was greeted.
-        """
-        if self.local is not None:
-            return self.local.isa
-        hello = self.session.hello if self.session is not None else None
-        return hello.isa if hello is not None else ""
-
-    @property
-    def is_on_this_machine(self) -> bool:
-        """False for workers behind a TCP address of their own."""
-        return not self.address.host or self.address.is_loopback
-
-
 # A layer with its shards as (shard, client_index of its holder, weights fingerprint, experts).
 LayerShards = tuple["LayerSpec", list[tuple[int, int, int, tuple[int, ...]]]]
-
-
-def _report_after(before: int, report: Callable[[int], None], count: int) -> None:
-    report(before + count)
-
-
-def _report_compared(report: LoadingReport | None, holder: str, total: int, count: int) -> None:
-    if report is not None:
-        report(f"{holder} (comparing)", count, total)
 
 
 class Fleet:
@@ -158,15 +89,10 @@ class Fleet:
         # that holds it where that collects a runtime which nobody closed.
         self._closing = threading.RLock()
         self._is_host_processor = True
-        self._contents = ReferenceChecksums()
-        self._mapped = MappedHolders(
-            Path(spec.path), self._contents, self.ask_checksum, self._reads_own_files, settings.start_timeout_s
-        )
         # This is set once a device of the host has refused to register read-only memory. Workers
         # that this host started then leave the segments of their replies writable for it.
         self.may_open_replies = False
-        isa = self._isa
-        self.golden = GoldenRows(HostTwin(Path(spec.path), isa), self.ask_row)
+        self.shards = LoadedShards(Path(spec.path), settings, self._isa, self.member_of)
         # Whoever audits wraps every new channel, by the worker's name, and is told of weights that
         # changed in a worker's memory: layer, shard, and why they could not be loaded again.
         self.watch: ChannelDecorator = lambda _name, channel: channel
@@ -219,7 +145,7 @@ class Fleet:
             isa=self._isa,
             threads=self._num_threads(member),
             spin_ns=self._threads.spin_ns,
-            slowdown=_slowdown(member),
+            slowdown=member.slowdown,
             numerics=member.numerics,
             cpus=self._threads.cpus.get(member.name, ()),
             device=member.device,
@@ -232,12 +158,6 @@ class Fleet:
 
     def _tell_change(self, name: str, layer: int, shard: int, failure: str) -> None:
         self.on_change(name, layer, shard, failure)
-
-    def reference_checksum(self, held: HeldShard) -> int | None:
-        """Returns the content checksum of a shard as its first holder reported it, None where that
-        has not read all of it.
-        """
-        return self._contents.reference(held)
 
     def _check_architectures(self) -> None:
         members = (*self.members.values(), *self.arriving.values())
@@ -303,16 +223,8 @@ class Fleet:
         CheckpointError where it has not loaded the bytes that it held before; WorkerUnfit where it
         computes other numbers than it must.
         """
-        self._load_member(member, shards, lambda _count: None)
-        self._mapped.settle(member.name, shards)
-
-    def _reads_own_files(self, holder: str) -> bool:
-        """Whether a holder reads the files that this host has: it runs here, and by its order."""
-        try:
-            member = self.member_of(holder)
-        except WorkerLost:
-            return False
-        return member.local is not None or member.address.is_started_by_host
+        self.shards.load(member, shards)
+        self.shards.settle(member, shards)
 
     def _launch(self, member: Member) -> StartedWorker:
         with self._closing:
@@ -325,14 +237,14 @@ class Fleet:
 
     def _greet(self, member: Member) -> None:
         name = member.name
-        session = _session(member)
+        session = member.require_session()
         session.connect(timeout_s=self._settings.start_timeout_s)
         reply = session.greet(
             local_identity(name, self._spec.fingerprint),
             numerics=member.numerics,
             threads=self._num_threads(member),
             spin_ns=self._threads.spin_ns if member.is_on_this_machine else 0,
-            slowdown=_slowdown(member),
+            slowdown=member.slowdown,
             isa=self._settings.cpu_isa or "",
             timeout_s=self._settings.start_timeout_s,
             cpus=self._threads.cpus.get(name, ()),
@@ -380,66 +292,18 @@ class Fleet:
                     on_loading(name, min(count, num_experts), num_experts)
 
             report(0)
-            self._load_member(self.members[name], held[name], report)
+            self.shards.load(self.members[name], held[name], report)
             report(num_experts)
 
         self._in_parallel(list(self.members), load_member)
         for name, shards in held.items():
             total = sum(len(one.experts) for one in shards)
-            self._mapped.settle(name, shards, partial(_report_compared, on_loading, name, total))
+            self.shards.settle(self.members[name], shards, partial(_report_compared, on_loading, name, total))
         log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
-
-    def _load_member(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None]) -> None:
-        if member.local is not None:
-            checkpoint = Checkpoint.open(Path(self._spec.path))
-            before = 0
-            for held in shards:
-                checksum = member.local.load(
-                    checkpoint, held.layer.ffn, layer=held.layer.index, shard=held.shard_id, experts=held.experts,
-                    weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
-                    report=partial(_report_after, before, report),
-                )  # fmt: skip
-                self._contents.note(held, member.name, checksum)
-                before += len(held.experts)
-            return
-        for held in shards:
-            message = LoadShard(
-                layer=held.layer.index,
-                shard=held.shard_id,
-                name=held.layer.name,
-                ffn=held.layer.ffn.to_wire(),
-                weight_dtype=held.weight_dtype,
-                expert_ranges=compress_experts(held.experts),
-                weights_fingerprint=held.weights_fingerprint,
-                numerics=held.numerics,
-            )
-            checksum = _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
-            self._contents.note(held, member.name, checksum)
-        self.golden.check(member.name, shards, is_thorough=member.is_doubted)
-
-    def ask_row(self, holder: str, held: HeldShard, question: RowQuestion) -> bytes | None:
-        """Has a holder in another process compute a row beside its calls. Returns its reply, or
-        None where it cannot be asked. Errors: WorkerLost, WorkerTimeout, ProtocolError; those with
-        which it refuses.
-        """
-        session = self.member_of(holder).session
-        if session is None:
-            return None
-        return session.compute_row(question.as_message(held), timeout_s=self._settings.call_timeout_s)
 
     def architecture_of(self, holder: str) -> str:
         """Returns what a holder computes with: a kernel set, or the architecture of its card."""
         return self.member_of(holder).architecture
-
-    def ask_checksum(self, holder: str, held: HeldShard) -> tuple[int | None, int]:
-        """Asks a holder for the content checksum of one of its shards. Returns it, or None as long
-        as the shard is unchecked, and how many of its experts have been read. Errors are those of
-        `HostSession.ask_checksum`.
-        """
-        member = self.member_of(holder)
-        if member.local is not None:
-            return member.local.ask_checksum(held.layer.index, held.shard_id)
-        return _session(member).ask_checksum(held.layer.index, held.shard_id, timeout_s=self._settings.call_timeout_s)
 
     def member_of(self, name: str) -> Member:
         """Returns a member, or a worker that is just being added. Raises WorkerLost for one that
@@ -463,7 +327,7 @@ class Fleet:
             channel = member.local.attach(slots, generation)
         else:
             timeout_s = self.attach_timeout_s if limit_s is None else limit_s
-            session = _session(member)
+            session = member.require_session()
             is_open = self.may_open_replies and session.started is not None
             channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)
         try:
@@ -533,7 +397,7 @@ class Fleet:
                 member.local.close()
         if self._launcher is not None:
             self._launcher.close()
-        self.golden.close()
+        self.shards.close()
 
     def kill(self) -> None:
         """Sends SIGKILL to every worker that the host started, so that threads which wait for one
@@ -562,7 +426,7 @@ class Fleet:
                 self.former = {**self.former, member.name: member}
             self.members = {name: one for name, one in self.members.items() if one is not member}
             self.arriving = {name: one for name, one in self.arriving.items() if one is not member}
-        self._contents.forget(member.name)
+        self.shards.forget(member.name)
 
     def use_threads(self, threads: ThreadPlan) -> None:
         """Plans the threads of workers that are started from now on anew."""
@@ -611,12 +475,6 @@ def _first_cause(failed: Sequence[Future[None]]) -> BaseException:
     return errors[0]
 
 
-def _session(member: Member) -> HostSession:
-    if member.session is None:
-        raise ConfigError(f"worker {member.name} has no session: the runtime is closed or still starting")
-    return member.session
-
-
-def _slowdown(member: Member) -> float:
-    emulate = member.spec.emulate if member.spec is not None else None
-    return float(emulate.slowdown or 1.0) if emulate is not None else 1.0
+def _report_compared(report: LoadingReport | None, holder: str, total: int, count: int) -> None:
+    if report is not None:
+        report(f"{holder} (comparing)", count, total)

@@ -19,7 +19,8 @@ from dflash_moe.protocol.handover import PathAnswered, PathOffered, PathTerms
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.protocol.schema import Message
-    from dflash_moe.runtime.fleet import Fleet, Member
+    from dflash_moe.runtime.fleet import Fleet
+    from dflash_moe.runtime.member import Member
     from dflash_moe.runtime.session import HostSession
 
 # The program makes its end of a data path within this time, which maps and zeroes memory.

@@ -24,8 +24,8 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.checkpoint_files import FileState, states_of_files
 from dflash_moe.placement.fallback import gaps, host_kernel_set
 from dflash_moe.runtime.contents import checksum_text
-from dflash_moe.runtime.fleet import Member
 from dflash_moe.runtime.held_shards import holders_by_shard
+from dflash_moe.runtime.member import Member
 from dflash_moe.topology import HOST
 from dflash_moe.topology.addresses import Address
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
@@ -348,7 +348,7 @@ class HostFallback:
             return False, f"{shard}: {error}"
         if checksum is None:
             return None, ""
-        reference = self._fleet.reference_checksum(held)
+        reference = self._fleet.shards.reference_checksum(held)
         if reference is None:
             return True, f"{shard}: the worker computed from its own mapped checkpoint, whose bytes nobody has compared"
         if checksum == reference:

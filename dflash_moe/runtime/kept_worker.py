@@ -16,7 +16,7 @@ from dflash_moe.runtime.membership import State
 if TYPE_CHECKING:
     import threading
 
-    from dflash_moe.runtime.fleet import Member
+    from dflash_moe.runtime.member import Member
     from dflash_moe.runtime.membership import Member as Life
 
 

@@ -12,8 +12,8 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.telemetry.machine import memory_available
 
 if TYPE_CHECKING:
-    from dflash_moe.runtime.fleet import Member
     from dflash_moe.runtime.held_shards import HeldShard
+    from dflash_moe.runtime.member import Member
 
 UNSTATED_SHARE = 0.5
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.errors import WorkerError, WorkerLost
-from dflash_moe.runtime.fleet import EXIT_S, Fleet, Member
+from dflash_moe.runtime.fleet import EXIT_S, Fleet
 from dflash_moe.runtime.held_shards import HeldShard
 from dflash_moe.runtime.launcher import StartedWorker
+from dflash_moe.runtime.member import Member
 from dflash_moe.telemetry.counters import add_counters, zero_counters
 from dflash_moe.telemetry.memory import process_memory
 

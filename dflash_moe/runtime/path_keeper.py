@@ -23,7 +23,7 @@ from dflash_moe.runtime.fleet import LEAST_ATTACH_S
 
 if TYPE_CHECKING:
     from dflash_moe import _core
-    from dflash_moe.runtime.fleet import Member
+    from dflash_moe.runtime.member import Member
     from dflash_moe.runtime.placed_experts import PlacedExperts
 
 log = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from dflash_moe.runtime.worker_keeper import WorkerKeeper, restart_policy
 
 if TYPE_CHECKING:
     from dflash_moe.protocol.schema import Message
-    from dflash_moe.runtime.fleet import Member
     from dflash_moe.runtime.handover_socket import HandoverSocket
+    from dflash_moe.runtime.member import Member
     from dflash_moe.runtime.membership import Member as Life
     from dflash_moe.runtime.placed_experts import PlacedExperts
 

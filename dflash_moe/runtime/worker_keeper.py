@@ -41,8 +41,9 @@ from dflash_moe.runtime.membership import Member as Life
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
-    from dflash_moe.runtime.fleet import Fleet, Member
+    from dflash_moe.runtime.fleet import Fleet
     from dflash_moe.runtime.held_shards import HeldShard
+    from dflash_moe.runtime.member import Member
 
 log = logging.getLogger(__name__)
 

@@ -52,8 +52,8 @@ def is_ready(runtime: ExpertRuntime, worker: str) -> bool:
 
 def is_checked(runtime: ExpertRuntime) -> bool:
     """Whether nobody holds a shard whose bytes were not read."""
-    fleet = runtime._placed.fleet
-    return not any(fleet._contents.holders(one)[1] for shards in runtime._placed.held.values() for one in shards)
+    loaded = runtime._placed.fleet.shards
+    return not any(loaded.unchecked_holders(one) for shards in runtime._placed.held.values() for one in shards)
 
 
 @pytest.mark.parametrize("first", ["weights_layout: packed", "weights_layout: mapped"])

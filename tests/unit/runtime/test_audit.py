@@ -38,11 +38,13 @@ class Scene:
         (self.question,) = drawn_rows(self.held)
         self.fleet = SimpleNamespace(
             owner=Owner(),
-            golden=SimpleNamespace(unproven=deque(), num_compared=0, num_mismatches=0),
+            shards=SimpleNamespace(
+                golden=SimpleNamespace(unproven=deque(), num_compared=0, num_mismatches=0),
+                ask_row=self._ask,
+            ),
             members={name: SimpleNamespace(session=object(), architecture="x") for name in ("w0", "w1")},
             member_of=lambda name: self.fleet.members[name],
             architecture_of=lambda name: self.fleet.members[name].architecture,
-            ask_row=self._ask,
         )
         self.audit = Audit(
             self.fleet,
@@ -64,7 +66,7 @@ class Scene:
         self.out.append((name, reason, is_last))
 
     def judge(self, answer: bytes) -> None:
-        self.fleet.golden.unproven.append(Unproven(self.held, self.question, answer, "w0"))
+        self.fleet.shards.golden.unproven.append(Unproven(self.held, self.question, answer, "w0"))
         assert self.audit._audit_next()
         assert not self.audit._audit_next()
 
