@@ -47,9 +47,10 @@ def physical_cores(cgroup: Path = CGROUP, topology: Path = _CPU_TOPOLOGY, proc: 
 
 def memory_available(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
     """Returns the bytes that new processes may still take: MemAvailable, but at most what the
-    cgroup leaves. The page cache counts as free.
+    cgroup leaves. The page cache counts as free, unless /proc cannot be read, as in a process that
+    has no descriptor left.
     """
-    available = 0
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in read_text(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024

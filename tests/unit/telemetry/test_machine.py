@@ -96,3 +96,9 @@ def test_a_path_outside_the_mount_falls_back_to_its_root(make):
 def test_a_quota_below_one_core_leaves_one(make):
     where = make({"cgroup/cpu.max": "10000 100000"})
     assert machine.usable_cores(*where) == machine.physical_cores(where[0], proc=where[1]) == 1
+
+
+def test_without_a_descriptor_to_read_proc_memory_is_not_said_to_be_full(tmp_path):
+    # What the system call says leaves the page cache out.
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < machine.memory_available(tmp_path / "no cgroup", tmp_path / "no proc") <= total
