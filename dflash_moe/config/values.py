@@ -216,15 +216,23 @@ def remedies_in_order(value: object) -> tuple[str, ...]:
     return found
 
 
-def cpu_share(value: object) -> float:
+class CpuShare(float):
+    """A part of a core, read from a text. A bare number is refused, since 0.2 could mean 0.2 % as
+    well as a fifth; a value of this type was read before and is taken as it is.
+    """
+
+
+def cpu_share(value: object) -> CpuShare:
     """Returns the part of a core that a text such as "0.2%" means, 0 for off."""
+    if isinstance(value, CpuShare):
+        return value
     # YAML 1.1 reads the word off as false.
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
-        return 0.0
+        return CpuShare(0.0)
     match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None or float(match[1]) > 100:
         raise ValueError
-    return round(float(match[1]) / 100, 8)
+    return CpuShare(round(float(match[1]) / 100, 8))
 
 
 def switch(value: object) -> bool:

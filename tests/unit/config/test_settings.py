@@ -164,6 +164,22 @@ def test_argument_environment_and_yaml_give_the_same_value(name):
         assert getattr(resolve_settings({setting.yaml: text}, environ={}), name) == expected
 
 
+@pytest.mark.parametrize("name", list(GOOD))
+def test_what_was_read_once_is_taken_again(name):
+    # A topology has read its sections already when a runtime resolves its settings.
+    setting = SETTINGS_BY_NAME[name]
+    read = setting.check(GOOD[name][0], "first")
+    again = setting.check(read, "again")
+    assert again == read
+    assert type(again) is type(read)
+
+
+def test_an_audit_that_a_topology_turns_off_is_off():
+    for text, share in (("off", 0.0), ("0.5%", 0.005)):
+        topology = Topology.parse(f"version: 1\nworkers: [{{name: w0}}]\naudit: {{cpu: {text}}}\n")
+        assert resolve_settings(topology.stated_settings, environ={}).audit_cpu == share
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_a_value_that_is_not_allowed_is_named_with_its_origin_and_the_allowed_ones(name, value):
     setting = SETTINGS_BY_NAME[name]
