@@ -170,6 +170,20 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def interrupt_at_the_prompt(self) -> None:
+        """Presses Ctrl-C where the program waits for a key. A signal that comes after the prompt is
+        shown and before `select` waits is kept by Python's readline until the next key.
+        """
+        self.wait_for("> ")
+        deadline, num_asleep = time.monotonic() + WAIT_S, 0
+        main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
+        while num_asleep < 10:
+            assert time.monotonic() < deadline, "the program does not come to rest at its prompt"
+            is_asleep = main_thread.read_text().rpartition(")")[2].split()[0] == "S"
+            num_asleep = num_asleep + 1 if is_asleep else 0
+            time.sleep(0.02)
+        self.type(INTERRUPT)
+
     def ended(self) -> int:
         """The exit code, once it has ended."""
         deadline = time.monotonic() + WAIT_S
@@ -204,10 +218,9 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(terminal):
     terminal.wait_for("> ")
     terminal.type("/stats\n")
     terminal.wait_for("conversation: 1 turns")
-    terminal.wait_for("> ")
-    terminal.type(INTERRUPT)
+    terminal.interrupt_at_the_prompt()
     terminal.wait_for("Ctrl-C again leaves")
-    terminal.type(INTERRUPT)
+    terminal.interrupt_at_the_prompt()
     assert terminal.ended() == 130
     assert "Traceback" not in terminal.shown
 
