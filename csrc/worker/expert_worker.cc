@@ -3,11 +3,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/expert_worker.h"
 
+#include <array>
 #include <cstring>
 #include <deque>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/checksum.h"
 #include "base/clock.h"
@@ -58,6 +60,8 @@ struct ExpertWorker::State {
   bool is_stopped() const {
     return stopped_generation.load(std::memory_order_relaxed) == generation;
   }
+  // The rows of the reply, in memory that no other process can write. Serve thread only.
+  std::vector<std::byte> reply_rows;
   wire::RaggedIndex index;      // serve thread only
   std::deque<Queued> queued;    // serve thread only; at most one per slot
   IdleSpin idle{0};             // serve thread only
@@ -318,10 +322,13 @@ Status ExpertWorker::State::check(Request& request) {
                       request.payload);
 }
 
-// Computes from the request's slot straight into the reply's slot.
+// Computes from the request's slot, and copies rows and header to the reply's slot once they are
+// summed up. Whatever is written over a shared slot, by a peer or a bug, then shows in the
+// checksum.
 Status ExpertWorker::State::compute(const Request& request, int64_t received_ns) {
   const wire::FrameHeader& asked = request.header;
-  std::byte* payload = request.reply_slot.data() + wire::kFrameHeaderBytes;
+  const size_t row_bytes = request.reply_payload_bytes - wire::kReplyTimingBytes;
+  if (reply_rows.size() < row_bytes) reply_rows.resize(row_bytes);
   compute::ForwardArgs args;
   args.rows = request.payload.data() + request.layout.rows_offset;
   args.row_dtype = asked.request_dtype;
@@ -329,25 +336,32 @@ Status ExpertWorker::State::compute(const Request& request, int64_t received_ns)
   args.row_counts = index.row_counts();
   args.local_expert_ids = index.local_expert_ids();
   args.weights = index.weights();
-  args.reply = payload + wire::kReplyTimingBytes;
+  args.reply = reply_rows.data();
   args.reply_dtype = asked.reply_dtype;
   const int64_t started_ns = now_ns();
   const int64_t started_cpu_ns = options.slowdown > 1.0 ? thread_cpu_ns() : 0;
   DFLASH_TRY(request.shard->forward(args, progress));
   if (options.slowdown > 1.0) emulate_slowness(thread_cpu_ns() - started_cpu_ns);
-  progress.count_and_yield();  // may move bytes; the reply's rows are done, its header is not
+  progress.count_and_yield();  // may move bytes; nothing of the reply is in its slot yet
   const int64_t finished_ns = now_ns();
   compute_ns.fetch_add(finished_ns - started_ns, std::memory_order_relaxed);
   queue_ns.fetch_add(started_ns - received_ns, std::memory_order_relaxed);
 
-  wire::encode_reply_timing(
-      {received_ns, started_ns, finished_ns},
-      std::span<std::byte, wire::kReplyTimingBytes>(payload, wire::kReplyTimingBytes));
+  std::array<std::byte, wire::kReplyTimingBytes> timing;
+  wire::encode_reply_timing({received_ns, started_ns, finished_ns}, timing);
+  Checksum sum;
+  sum.update(timing);
+  sum.update({reply_rows.data(), row_bytes});
   wire::FrameHeader header = asked;
   header.kind = wire::FrameKind::kReply;
   header.payload_bytes = static_cast<uint32_t>(request.reply_payload_bytes);
-  header.payload_checksum = checksum({payload, request.reply_payload_bytes});
-  wire::encode_frame_header(header, request.reply_slot.first<wire::kFrameHeaderBytes>());
+  header.payload_checksum = sum.finish();
+  std::array<std::byte, wire::kFrameHeaderBytes> header_bytes;
+  wire::encode_frame_header(header, header_bytes);
+  std::byte* to = request.reply_slot.data();
+  std::memcpy(to, header_bytes.data(), header_bytes.size());
+  std::memcpy(to + header_bytes.size(), timing.data(), timing.size());
+  std::memcpy(to + header_bytes.size() + timing.size(), reply_rows.data(), row_bytes);
   return ok();
 }
 

@@ -3,8 +3,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <future>
 #include <map>
+#include <memory>
+#include <optional>
 #include <thread>
 
 #include "worker/scene.h"
@@ -145,6 +149,54 @@ TEST_CASE(
   CHECK(computed_ns > 20'000'000);
   CHECK(timings.at(1).received_ns < timings.at(0).finished_ns);
   CHECK(scene.worker->stats().calls == 2);
+}
+
+// Writes over the reply's slot whenever the worker moves bytes while it computes, as a process gone
+// mad may that shares the memory.
+class ScribblingChannel final : public transport::Channel {
+ public:
+  explicit ScribblingChannel(std::unique_ptr<transport::Channel> inner)
+      : inner_(std::move(inner)) {}
+
+  const transport::SlotGeometry& geometry() const override { return inner_->geometry(); }
+  const char* kind() const override { return inner_->kind(); }
+  std::span<std::byte> outgoing(uint32_t slot) override { return inner_->outgoing(slot); }
+  Status publish(uint32_t slot, size_t bytes) override {
+    computed_slot_.reset();
+    return inner_->publish(slot, bytes);
+  }
+  Result<std::optional<transport::Arrival>> poll() override {
+    if (computed_slot_) {
+      std::ranges::fill(inner_->outgoing(*computed_slot_), std::byte{0xa5});
+      ++num_scribbles;
+    }
+    auto polled = inner_->poll();
+    if (polled.ok() && polled.value()) computed_slot_ = polled.value()->slot;
+    return polled;
+  }
+  transport::WakeSource arm(transport::SleepKind kind) override { return inner_->arm(kind); }
+  void disarm() override { inner_->disarm(); }
+  int64_t next_event_ns() const override { return inner_->next_event_ns(); }
+
+  std::atomic<int> num_scribbles = 0;
+
+ private:
+  const std::unique_ptr<transport::Channel> inner_;
+  std::optional<uint32_t> computed_slot_;
+};
+
+TEST_CASE("what is written over a reply's slot before the reply is there changes no bit of it") {
+  Scene scene(slow_worker(), kLargeSlots);
+  auto scribbling = std::make_unique<ScribblingChannel>(std::move(scene.worker_end));
+  const ScribblingChannel& channel = *scribbling;
+  scene.worker_end = std::move(scribbling);
+  scene.start();
+  const compute::toy::Batch batch = toy::wire_batch(toy_spec(), kNumExperts, 4096, 1);
+  const Answer answer = scene.ask(scene.request(batch).message());
+  CHECK(channel.num_scribbles > 0);
+  const std::vector<std::byte> rows(answer.payload.begin() + wire::kReplyTimingBytes,
+                                    answer.payload.end());
+  CHECK(rows == scene.expected_rows(batch));
 }
 
 TEST_CASE("a channel that breaks during a computation ends the session with what broke it") {
