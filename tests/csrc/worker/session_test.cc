@@ -186,12 +186,15 @@ class ScribblingChannel final : public transport::Channel {
 };
 
 TEST_CASE("what is written over a reply's slot before the reply is there changes no bit of it") {
-  Scene scene(slow_worker(), kLargeSlots);
+  // A microsecond of work, stretched far beyond the pause between two moves of bytes.
+  WorkerOptions options;
+  options.slowdown = 2000;
+  Scene scene(options);
   auto scribbling = std::make_unique<ScribblingChannel>(std::move(scene.worker_end));
   const ScribblingChannel& channel = *scribbling;
   scene.worker_end = std::move(scribbling);
   scene.start();
-  const compute::toy::Batch batch = toy::wire_batch(toy_spec(), kNumExperts, 4096, 1);
+  const compute::toy::Batch batch = toy::wire_batch(toy_spec(), kNumExperts, 3, 1);
   const Answer answer = scene.ask(scene.request(batch).message());
   CHECK(channel.num_scribbles > 0);
   const std::vector<std::byte> rows(answer.payload.begin() + wire::kReplyTimingBytes,
