@@ -155,8 +155,9 @@ TEST_CASE(
 // mad may that shares the memory.
 class ScribblingChannel final : public transport::Channel {
  public:
-  explicit ScribblingChannel(std::unique_ptr<transport::Channel> inner)
-      : inner_(std::move(inner)) {}
+  // `num_scribbles` outlives the channel, which the thread that serves destroys.
+  ScribblingChannel(std::unique_ptr<transport::Channel> inner, std::atomic<int>& num_scribbles)
+      : inner_(std::move(inner)), num_scribbles_(num_scribbles) {}
 
   const transport::SlotGeometry& geometry() const override { return inner_->geometry(); }
   const char* kind() const override { return inner_->kind(); }
@@ -168,7 +169,7 @@ class ScribblingChannel final : public transport::Channel {
   Result<std::optional<transport::Arrival>> poll() override {
     if (computed_slot_) {
       std::ranges::fill(inner_->outgoing(*computed_slot_), std::byte{0xa5});
-      ++num_scribbles;
+      ++num_scribbles_;
     }
     auto polled = inner_->poll();
     if (polled.ok() && polled.value()) computed_slot_ = polled.value()->slot;
@@ -178,10 +179,9 @@ class ScribblingChannel final : public transport::Channel {
   void disarm() override { inner_->disarm(); }
   int64_t next_event_ns() const override { return inner_->next_event_ns(); }
 
-  std::atomic<int> num_scribbles = 0;
-
  private:
   const std::unique_ptr<transport::Channel> inner_;
+  std::atomic<int>& num_scribbles_;
   std::optional<uint32_t> computed_slot_;
 };
 
@@ -189,14 +189,14 @@ TEST_CASE("what is written over a reply's slot before the reply is there changes
   // A microsecond of work, stretched far beyond the pause between two moves of bytes.
   WorkerOptions options;
   options.slowdown = 2000;
+  std::atomic<int> num_scribbles = 0;
   Scene scene(options);
-  auto scribbling = std::make_unique<ScribblingChannel>(std::move(scene.worker_end));
-  const ScribblingChannel& channel = *scribbling;
-  scene.worker_end = std::move(scribbling);
+  scene.worker_end =
+      std::make_unique<ScribblingChannel>(std::move(scene.worker_end), num_scribbles);
   scene.start();
   const compute::toy::Batch batch = toy::wire_batch(toy_spec(), kNumExperts, 3, 1);
   const Answer answer = scene.ask(scene.request(batch).message());
-  CHECK(channel.num_scribbles > 0);
+  CHECK(num_scribbles > 0);
   const std::vector<std::byte> rows(answer.payload.begin() + wire::kReplyTimingBytes,
                                     answer.payload.end());
   CHECK(rows == scene.expected_rows(batch));
