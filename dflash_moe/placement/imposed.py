@@ -76,7 +76,8 @@ def settle(placement: Placement, shards: ShardMap, offers: Mapping[str, Offer]) 
     settled = []
     for listed, placed in zip(shards, placement.layers, strict=True):
         for terms, shard in zip(listed, placed, strict=True):
-            _check_offer(terms, shard.holder, offers[shard.holder])
+            for holder in shard.holders:
+                _check_offer(terms, holder, offers[holder])
         settled.append(tuple(replace(shard, numerics=terms.numerics) for terms, shard in zip(listed, placed, strict=True)))
     return replace(placement, layers=tuple(settled))
 

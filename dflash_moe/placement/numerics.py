@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dflash_moe.model.spec import LayerSpec
-    from dflash_moe.placement.shards import Placement, Shard
+    from dflash_moe.placement.preset import Offer
+    from dflash_moe.placement.shards import PlacedLayer, Placement, Shard
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,36 @@ def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> 
                 f"{found}; give both `activations: f32` or int8, or allow it with `numerics: close` (--numerics close)"
             )
         log.warning("numerics close: %s", found)
+
+
+def check_replicas(layers: Sequence[PlacedLayer], placement: Placement, offers: Mapping[str, Offer]) -> None:
+    """Checks that whoever stands in for the first holder of a shard computes the same bits, once
+    all have said what they compute. `offers` gives that by name, and may lack holders.
+
+    `numerics: close` allows no exception: which holder answers is a matter of microseconds, so that
+    one and the same run would have other bits each time. Raises UnsupportedError naming layer,
+    shard, both holders and what each has.
+    """
+    for layer, shards in zip(layers, placement.layers, strict=True):
+        for shard in shards:
+            first, numerics = offers.get(shard.holder), shard.numerics
+            for name in shard.replicas:
+                offer = offers.get(name)
+                if offer is None:
+                    continue
+                where = f"layer {layer.index} ({layer.name}), shard {shard.shard_id}: its holders disagree in"
+                if offer.classes and numerics not in offer.classes:
+                    raise UnsupportedError(
+                        f"{where} numerics: worker {shard.holder} has {numerics}, worker {name} ({offer.architecture}) offers "
+                        f"{', '.join(offer.classes)}; give both `activations: f32` or int8, or write placement.replicas: 1"
+                    )
+                is_bounded = numerics in CLASSES and CLASSES[numerics].is_bounded
+                if is_bounded and first is not None and first.architecture != offer.architecture:
+                    raise UnsupportedError(
+                        f"{where} architecture: worker {shard.holder} has {first.architecture}, worker {name} "
+                        f"{offer.architecture}, on which {numerics} has other bits; give both `activations: f32` or int8, or "
+                        "write placement.replicas: 1"
+                    )
 
 
 def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:

@@ -43,8 +43,8 @@ def is_stated(topology: Topology, holder: str) -> bool:
 
 def choose_classes(layers: Sequence[LayerSpec], placement: Placement, offers: Mapping[str, Offer]) -> Placement:
     """Returns the placement with the classes of the preset: in each layer the first class that all
-    holders offer and that takes the weights of each, where one holder's stated class binds the
-    others. A layer without such a class keeps its classes.
+    holders offer, those that stand in for others too, and that takes the weights of each, where one
+    holder's stated class binds the others. A layer without such a class keeps its classes.
     """
     chosen = []
     for layer, shards in zip(layers, placement.layers, strict=True):
@@ -54,13 +54,12 @@ def choose_classes(layers: Sequence[LayerSpec], placement: Placement, offers: Ma
 
 
 def _shared_class(layer: LayerSpec, shards: Sequence[Shard], offers: Mapping[str, Offer]) -> str | None:
-    stated = {offer.stated for shard in shards if (offer := offers[shard.holder]).stated is not None}
+    holders = dict.fromkeys(holder for shard in shards for holder in shard.holders)
+    stated = {offer.stated for holder in holders if (offer := offers[holder]).stated is not None}
     wanted = sorted(stated) if stated else [*preferred(offers.values()), DEFAULT_NUMERICS]
     for name in (name for name in wanted if name is not None):
-        if all(
-            name in offers[shard.holder].classes and takes_weights(name, layer.resident_dtype(shard.weights))
-            for shard in shards
-        ):
+        is_offered = all(name in offers[holder].classes for holder in holders)
+        if is_offered and all(takes_weights(name, layer.resident_dtype(shard.weights)) for shard in shards):
             return name
     return None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import TopologyError
+from dflash_moe.placement.preset import FAST, is_stated
 from dflash_moe.topology import HOST, Topology, WorkerSpec
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ def _after(topology: Topology, holder: str) -> tuple[WorkerSpec, ...]:
 
 def _check_alike(layer: PlacedLayer, shard: Shard, worker: WorkerSpec, topology: Topology) -> None:
     numerics = topology.numerics_of(worker.name)
+    # A preset or a receipt gives all holders one class, once they have said which they compute, and
+    # then it is checked (numerics.check_replicas). Two that state theirs keep them.
+    are_stated = is_stated(topology, shard.holder) and is_stated(topology, worker.name)
+    is_open = topology.placement.imposed is not None or (topology.preset == FAST and not are_stated)
     for field, own, other in (("weights", shard.weights, worker.weights), ("numerics", shard.numerics, numerics)):
-        if own != other:
+        if own != other and not (field == "numerics" and is_open):
             raise _error(
                 topology,
                 f"layer {layer.index} ({layer.name}), shard {shard.shard_id}: its holders disagree in {field}: worker "

@@ -159,6 +159,7 @@ class Elastic:
         self._fleet.start_again(member)
         classes = (member.numerics,) if spec.activations is not None else tuple({member.numerics, *member.offered})
         chosen = self._choose(Newcomer(spec, classes, room_of(member, spec.memory)))
+        self._placed.check_replicas(self._placement_with(member, chosen), {**self._fleet.members, member.name: member})
         self._fleet.load_again(member, self._held_shards(member, chosen))
         return chosen
 

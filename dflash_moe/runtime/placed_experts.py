@@ -17,7 +17,7 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.placement import plan_placement
 from dflash_moe.placement.fallback import check_fallback
 from dflash_moe.placement.imposed import settle
-from dflash_moe.placement.numerics import check_classes, settle_classes
+from dflash_moe.placement.numerics import check_classes, check_replicas, settle_classes
 from dflash_moe.placement.preset import FAST, Offer, choose_classes, dense_class, describe, is_stated, preferred
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
@@ -31,6 +31,8 @@ from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.model.spec import ModelSpec
+    from dflash_moe.placement import Placement
+    from dflash_moe.runtime.member import Member
     from dflash_moe.topology import Topology
 
 # What is planned, for people: commands show it on stderr.
@@ -99,13 +101,30 @@ class PlacedExperts:
         placement = settle_classes(self.placement, {member.name: member.numerics for member in members.values()})
         imposed = self.topology.placement.imposed
         if imposed is not None:
-            placement = settle(placement, imposed, {name: self._offer(name) for name in members})
+            placement = settle(placement, imposed, self._offers())
         elif self.settings.preset == FAST:
-            placement = choose_classes(self.spec.layers, placement, {name: self._offer(name) for name in members})
+            placement = choose_classes(self.spec.layers, placement, self._offers())
         if placement != self.placement or self.settings.preset == FAST:
             check_classes(self.spec.layers, placement, self.topology, self.settings.numerics)
             check_fallback(self.spec.layers, placement, self.topology, self.settings)
             self.placement, self.held = placement, shards_by_holder(self.spec, placement)
+        self.check_replicas(self.placement, members)
+
+    def check_replicas(self, placement: Placement, members: Mapping[str, Member]) -> None:
+        """Checks that all holders of each shard compute the same bits by what they have said of
+        themselves. Raises UnsupportedError.
+        """
+        offers = {name: Offer(member.offered, member.architecture) for name, member in members.items()}
+        check_replicas(self.spec.layers, placement, offers)
+
+    def _offers(self) -> dict[str, Offer]:
+        """Returns what each member offers to a preset, which a class that the topology states
+        binds.
+        """
+        return {
+            name: Offer(member.offered, member.architecture, member.numerics if is_stated(self.topology, name) else None)
+            for name, member in self.fleet.members.items()
+        }
 
     def _say_preset(self) -> None:
         """Says once per start which classes a preset took."""
@@ -113,11 +132,6 @@ class PlacedExperts:
             return
         if line := describe(self.settings.preset, self.placement, self.topology, self._dense_classes()):
             log_plan.info("%s", line)
-
-    def _offer(self, holder: str) -> Offer:
-        member = self.fleet.members[holder]
-        stated = member.numerics if is_stated(self.topology, holder) else None
-        return Offer(member.offered, member.architecture, stated)
 
     def dense_class(self, weight_format: str, isa: str) -> str | None:
         """Returns the class that a preset chooses for the host's own matrices in this format, which

@@ -93,8 +93,9 @@ class Topology:
 
     def with_settings(self, settings: Settings) -> Topology:
         """Returns the topology as `settings` have it, in which flags and environment have won:
-        what the host computes its own part in follows them. Raises ConfigError for a setting that
-        fits experts to cards, unless the topology comes of such a fit.
+        what the host computes its own part in follows them, and so does the preset. Raises
+        ConfigError for a setting that fits experts to cards, unless the topology comes of such a
+        fit.
         """
         if settings.experts_on_card is not None and self.source != FITTED:
             raise ConfigError(
@@ -104,7 +105,7 @@ class Topology:
         host = replace(
             self.host, operators=settings.host_operators, activations=settings.host_activations, fallback=settings.host_fallback
         )
-        return replace(self, host=host)
+        return replace(self, host=host, preset=settings.preset)
 
     def activations_of(self, holder: str) -> str:
         """Returns what a worker, or HOST, was asked to round inputs to: a word of

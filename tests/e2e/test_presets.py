@@ -78,6 +78,12 @@ def test_layers_of_unlike_formats_get_unlike_classes_on_one_worker(mixed):
     assert classes(mixed, topology(stated)) == [{EXACT}, {EXACT}]
 
 
+def test_holders_of_one_shard_get_one_class_which_one_of_them_may_state(mixed):
+    replicated = "placement: {replicas: 2}\n" + TWO.replace(", address: loopback", "")
+    assert classes(mixed, topology(replicated)) == [{INT8}, {EXACT}]
+    assert classes(mixed, topology(replicated.replace("{name: b,", "{name: b, activations: f32,"))) == [{EXACT}, {EXACT}]
+
+
 def test_a_layer_has_the_bits_that_its_class_has_where_it_is_stated(mixed, source, tmp_path):
     whole = write_gguf(source, tmp_path / "whole.gguf", experts="q8_0", host="q8_0")
     batch = routed_batch(9, OPTIONS.hidden_size, OPTIONS.num_experts, OPTIONS.top_k)

@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -84,6 +84,16 @@ def test_a_worker_computes_each_layer_in_its_own_class():
 def test_a_class_that_a_holder_lacks_is_refused():
     with pytest.raises(UnsupportedError, match=r"worker w0 \(avx2\) does not compute it"):
         settled(INT8, Offer(("f32-canonical",), "avx2"))
+
+
+def test_whoever_stands_in_for_a_holder_must_compute_the_class_too():
+    two = Topology.local(2)
+    two = replace(two, placement=replace(two.placement, replicas=2))
+    placement = plan_placement(LAYERS, impose(two, (INT8, THREE)))
+    assert all(len(shard.holders) == 2 for layer in placement.layers for shard in layer)
+    settle(placement, (INT8, THREE), {"w0": OFFER, "w1": OFFER})
+    with pytest.raises(UnsupportedError, match=r"worker w1 \(avx2\) does not compute it"):
+        settle(placement, (INT8, THREE), {"w0": OFFER, "w1": Offer(("f32-canonical",), "avx2")})
 
 
 def test_a_card_of_another_kind_is_refused():

@@ -12,7 +12,8 @@ import pytest
 
 from dflash_moe.errors import ConfigError, TopologyError, UnsupportedError
 from dflash_moe.placement import Placement, Shard
-from dflash_moe.placement.numerics import are_mixed, check_architectures, check_classes, settle_classes
+from dflash_moe.placement.numerics import are_mixed, check_architectures, check_classes, check_replicas, settle_classes
+from dflash_moe.placement.preset import Offer
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.topology import Topology
 
@@ -88,3 +89,29 @@ def test_what_no_card_can_say_is_refused_before_one_is_asked():
     with pytest.raises(TopologyError, match=expected):
         check_classes([LAYER], placement, topology, "exact")
     assert are_mixed([BF16_OF_CARD, "bf16-mfma", "bf16-wmma"])
+
+
+def replicated(numerics: str, *offers: Offer) -> tuple[Placement, dict[str, Offer]]:
+    """One shard that every holder of an offer has."""
+    names = [f"w{at}" for at in range(len(offers))]
+    shard = Shard(0, names[0], (0, 1), numerics=numerics, replicas=tuple(names[1:]))
+    return Placement(((shard,),), ({"auto": 1},)), dict(zip(names, offers, strict=True))
+
+
+def test_whoever_stands_in_computes_the_class_of_the_shard():
+    placement, offers = replicated("int8-groups", Offer(("int8-groups",), "avx2"), Offer(("f32-canonical",), "sm_90"))
+    expected = r"layer 3 .*, shard 0: its holders disagree in numerics: worker w0 has int8-groups, worker w1 \(sm_90\) offers"
+    with pytest.raises(UnsupportedError, match=expected):
+        check_replicas([LAYER], placement, offers)
+    # One that is not there, or of a version that says nothing, is asked when it loads.
+    check_replicas([LAYER], placement, {"w0": offers["w0"]})
+    check_replicas([LAYER], placement, offers | {"w1": Offer((), "")})
+
+
+def test_a_stand_in_of_another_generation_is_refused_where_that_has_other_bits():
+    classes = ("f32-canonical", "bf16-mma")
+    placement, offers = replicated("bf16-mma", Offer(classes, "sm_80"), Offer(classes, "sm_90"))
+    with pytest.raises(UnsupportedError, match=r"disagree in architecture: worker w0 has sm_80, worker w1 sm_90, on which "):
+        check_replicas([LAYER], placement, offers)
+    check_replicas([LAYER], placement, dict.fromkeys(offers, offers["w0"]))
+    check_replicas([LAYER], *replicated("f32-canonical", *offers.values()))

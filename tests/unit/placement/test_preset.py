@@ -72,6 +72,14 @@ def test_what_is_stated_binds_the_others_of_the_layer():
     assert chosen(["bf16"], {"a": CPU, "b": CPU}, {"a": "int8"}) == [[EXACT] * 2]
 
 
+def test_whoever_stands_in_for_a_holder_is_asked_too():
+    shards = (Shard(0, "a", (0,), replicas=("b",)),)
+    placement = Placement((shards,), ({},))
+    for other, expected in ((CPU, INT8), (Offer((EXACT,), "avx2"), EXACT), (Offer(CPU.classes, "avx2", stated=EXACT), EXACT)):
+        found = choose_classes([Layer("q4_k")], placement, {"a": CPU, "b": other})  # type: ignore[list-item]
+        assert found.layers[0][0].numerics == expected
+
+
 def test_a_holder_of_unlike_layers_reports_all_its_classes():
     found = choose_classes(
         [Layer("q4_k"), Layer("f16")],  # type: ignore[list-item]

@@ -88,6 +88,13 @@ def test_holders_that_would_compute_other_bits_are_refused(changes: dict[str, ob
         plan_placement([Layer()], with_worker(topology(2), "w1", **changes))
 
 
+def test_under_a_preset_one_holder_that_states_its_class_binds_the_other() -> None:
+    made = dataclasses.replace(with_worker(topology(2), "w1", activations="int8"), preset="fast")
+    assert holders(plan_placement([Layer()], made)) == [("w0", "w1"), ("w1", "w2"), ("w2", "w0")]
+    with pytest.raises(TopologyError, match="disagree in numerics: worker w0 has f32-canonical, worker w1 int8-groups"):
+        plan_placement([Layer()], with_worker(made, "w0", activations="f32"))
+
+
 def test_a_worker_that_maps_its_weights_stands_in_without_memory() -> None:
     made = with_worker(topology(2), "w1", weights_layout="mapped", memory=1)
     placement = plan_placement([Layer()], made)
