@@ -72,18 +72,11 @@ class Variant:
     def _run(self, command: list[Any]) -> str:
         env = {**os.environ, "PYTHONPATH": str(self.tree)}
         done = subprocess.run(
-            command,
-            cwd=self.tree,
-            env=env,
-            text=True,
-            capture_output=True,
-            timeout=CHILD_S,
-            check=False,
-        )
+            command, cwd=self.tree, env=env, text=True, capture_output=True, timeout=CHILD_S, check=False
+        )  # fmt: skip
         if done.returncode != 0:
-            raise SystemExit(
-                f"{self.name}: exit status {done.returncode} of {' '.join(map(str, command))}\n{done.stderr[-2000:]}"
-            )
+            words = " ".join(map(str, command))
+            raise SystemExit(f"{self.name}: exit status {done.returncode} of {words}\n{done.stderr[-2000:]}")
         return done.stdout
 
     def commit(self) -> str:

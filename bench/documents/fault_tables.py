@@ -184,8 +184,25 @@ def without_faults(recorded: Recorded) -> str:
     return markdown(head, lines)
 
 
+SKEWED = "skewed_routing"
+
+
+def skewed_routing(recorded: Recorded) -> str:
+    """Writes what calls take with one holder of each shard and with two."""
+    rows = {(row["routing"], row["calls"], row["holders"]): row for row in recorded.rows(SKEWED)}
+    lines = [
+        (
+            found["routing"], str(found["calls"]),
+            *(f"{1e3 * rows[found['routing'], found['calls'], holders]['median_s']:.1f} ms" for holders in (1, 2)),
+            f"{found['share']:.2f}", f"{found['share_min']:.2f} to {found['share_max']:.2f}",
+        )
+        for found in recorded.summary(SKEWED)
+    ]  # fmt: skip
+    return markdown(("routing", "calls at once", "one holder", "two holders", "share, median", "over rounds"), lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults,
     "failing-calls": failing_calls, "device-step-faults": device_step_faults, "rolling-restarts": rolling_restarts,
-    "simulation": simulation, "without-faults": without_faults,
+    "simulation": simulation, "without-faults": without_faults, "skewed-routing": skewed_routing,
 }  # fmt: skip

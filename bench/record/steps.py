@@ -280,6 +280,10 @@ def _earlier_commit(place: Place) -> list[Command]:
     return [_campaign("earlier_commit", build, *_quick(place, [], less), "--json", place.json("earlier_commit"))]
 
 
+def _skewed_routing(place: Place) -> list[Command]:
+    return [_campaign("skewed_routing", *_quick(place, [], ["--rounds", 1]), "--out", place.json("skewed_routing"))]
+
+
 def _lacks_earlier_build() -> str:
     build = os.environ.get("EARLIER_BUILD")
     if not build or not list(Path(build).glob("dflash_moe/_core.*.so")):
@@ -476,6 +480,7 @@ STEPS: tuple[Step, ...] = (
     Step("fallback-kills", ("fallback_kills",), 12, _fallback_kills),
     Step("device-step-faults", ("device_step_faults",), 4, _device_step_faults),
     Step("earlier-commit", ("earlier_commit",), 7, _earlier_commit, lacking=_lacks_earlier_build),
+    Step("skewed-routing", ("skewed_routing",), 1, _skewed_routing, lacking=_lacks_two_cores),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),
