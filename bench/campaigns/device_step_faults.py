@@ -99,8 +99,9 @@ class Scene:
         found = []
         for layer in range(LAYERS):
             if self.striker is not None and self.striker[0] == layer:
-                self.striker[1].start()
-                self.striker = None
+                # Taken first, because its own interrupt may come while it starts.
+                (_, striker), self.striker = self.striker, None
+                striker.start()
             hidden = self.runtime.experts(layer, hidden, ids, weights)
             found.append(np.asarray(hidden).tobytes())
         return b"".join(found)

@@ -11,6 +11,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <limits>
 #include <map>
@@ -49,7 +50,10 @@ inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 class Engine {
  public:
   explicit Engine(const ClientOptions& options)
-      : options_(options), spin_ns_(options.spin_ns), hedge_budget_(options.hedge_share) {}
+      : options_(options), spin_ns_(options.spin_ns), hedge_budget_(options.hedge_share) {
+    // Whoever waits no longer for a worker is answered by the last resort, and not by an error.
+    options_.reconnect_grace_ns = std::min(options_.reconnect_grace_ns, options_.park_ns);
+  }
 
   // -- workers and layers --
   uint32_t add_worker(NewWorker worker);

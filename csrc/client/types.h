@@ -38,7 +38,8 @@ struct ClientOptions {
   int64_t suspect_ns = 300'000'000;
   // A slice whose shard has no usable holder waits so long for one that is on its way back.
   int64_t park_ns = 2'000'000'000;
-  // With a holder on its way back, a slice waits so long before the last resort gets it.
+  // With a holder on its way back, a slice waits so long before the last resort gets it, and no
+  // longer than `park_ns`.
   int64_t reconnect_grace_ns = 50'000'000;
   // Second requests for slices that are merely slow, per slice that arrives; 0 sends none.
   double hedge_share = 0.05;

@@ -95,8 +95,8 @@ def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: T
 
 
 def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> None:
-    """Checks the architectures of all holders once every one has said what it computes on.
-    `holders` gives (class, architecture) by name.
+    """Checks the architectures of all holders that have said what they compute on. `holders` gives
+    (class, architecture) by name, the latter empty for one that has not.
 
     Cards of two generations add the products of one instruction in orders of their own, so that a
     bounded class has other bits on each of them (decisions 15 and 19). Raises ConfigError naming
@@ -104,7 +104,7 @@ def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> 
     """
     first: dict[str, tuple[str, str]] = {}
     for name, (numerics, architecture) in holders.items():
-        if numerics not in CLASSES or not CLASSES[numerics].is_bounded:
+        if not architecture or numerics not in CLASSES or not CLASSES[numerics].is_bounded:
             continue
         other, known = first.setdefault(numerics, (name, architecture))
         if known == architecture:
@@ -119,26 +119,26 @@ def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> 
 
 def check_replicas(layers: Sequence[PlacedLayer], placement: Placement, offers: Mapping[str, Offer]) -> None:
     """Checks that whoever stands in for the first holder of a shard computes the same bits, once
-    all have said what they compute. `offers` gives that by name, and may lack holders.
+    they have said what they compute. `offers` gives that by name; who has said nothing yet has no
+    architecture there, and is checked when it has.
 
     `numerics: close` allows no exception: which holder answers is a matter of microseconds, so that
     one and the same run would have other bits each time. Raises UnsupportedError naming layer,
     shard, both holders and what each has.
     """
+    known = {name: offer for name, offer in offers.items() if offer.architecture}
     for layer, shards in zip(layers, placement.layers, strict=True):
         for shard in shards:
-            first, numerics = offers.get(shard.holder), shard.numerics
-            for name in shard.replicas:
-                offer = offers.get(name)
-                if offer is None:
-                    continue
+            first, numerics = known.get(shard.holder), shard.numerics
+            is_bounded = numerics in CLASSES and CLASSES[numerics].is_bounded
+            for name in (name for name in shard.replicas if name in known):
+                offer = known[name]
                 where = f"layer {layer.index} ({layer.name}), shard {shard.shard_id}: its holders disagree in"
-                if offer.classes and numerics not in offer.classes:
+                if numerics not in offer.classes:
                     raise UnsupportedError(
                         f"{where} numerics: worker {shard.holder} has {numerics}, worker {name} ({offer.architecture}) offers "
                         f"{', '.join(offer.classes)}; give both `activations: f32` or int8, or write placement.replicas: 1"
                     )
-                is_bounded = numerics in CLASSES and CLASSES[numerics].is_bounded
                 if is_bounded and first is not None and first.architecture != offer.architecture:
                     raise UnsupportedError(
                         f"{where} architecture: worker {shard.holder} has {first.architecture}, worker {name} "

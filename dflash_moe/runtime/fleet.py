@@ -108,9 +108,13 @@ class Fleet:
             transport = choose_transport(worker.name, address, self._settings.transport)
             if worker.name in held:
                 first = held[worker.name][0]
+                # What it states is what it is asked for, though its first shard may be another
+                # worker's, whose class a preset still chooses.
+                is_bound = worker.activations is not None and topology.placement.imposed is None
+                numerics = topology.numerics_of(worker.name) if is_bound else first.numerics
                 device = DeviceChoice.of(worker)
                 self.members[worker.name] = Member(
-                    worker.name, address, transport, first.numerics, first.layout, spec=worker, device=device
+                    worker.name, address, transport, numerics, first.layout, spec=worker, device=device
                 )
             else:
                 log.info("worker %s holds no experts and is not started", worker.name)
@@ -252,7 +256,7 @@ class Fleet:
             weights_layout=member.layout,
             scrub_s=self._settings.scrub_s,
         )
-        member.numerics = reply.numerics_class
+        member.last_hello, member.numerics = reply, reply.numerics_class
 
     @cached_property
     def host_pool(self) -> _core.HostPool:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from dflash_moe import _core
-from dflash_moe.errors import DflashError, WorkerError
+from dflash_moe.errors import DflashError, WorkerError, WorkerLost
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.ffn import FfnSpec
@@ -67,6 +67,10 @@ class LocalWorker:
             self._scrub.start()
         self._cpus = cpus
         self._is_inline = pool is not None
+        # Guards what serves, since a path may be renewed while somebody closes the runtime. The
+        # thread that holds it takes it again where it collects a runtime that nobody closed.
+        self._lock = threading.RLock()
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         # This is the generation of the data path that is served.
         self._generation = 0
@@ -116,16 +120,23 @@ class LocalWorker:
 
     def attach(self, slots: _core.SlotPlan, generation: int) -> _core.Channel:
         """Serves a fresh channel instead of the former one, and returns the host's end. Raises
-        WorkerError where the serving thread does not leave the former one.
+        WorkerError where the serving thread does not leave the former one, and WorkerLost once this
+        worker is closed.
         """
-        self._stop()
-        if self._is_inline:
-            return self._worker.serve_inline(slots.geometry, generation)
-        host, worker = _core.make_loopback(slots.geometry)
-        self._generation = generation
-        self._thread = threading.Thread(target=self._serve, args=(worker, generation), name=f"expert-{self.name}", daemon=True)
-        self._thread.start()
-        return host
+        with self._lock:
+            self._stop()
+            if not self._is_closed and self._is_inline:
+                return self._worker.serve_inline(slots.geometry, generation)
+            if not self._is_closed:
+                host, worker = _core.make_loopback(slots.geometry)
+                serving = (worker, generation)
+                thread = threading.Thread(target=self._serve, args=serving, name=f"expert-{self.name}", daemon=True)
+                thread.start()
+                self._thread, self._generation = thread, generation
+                if not self._is_closed:
+                    return host
+                self._stop()  # it was closed by what this thread has collected meanwhile
+        raise WorkerLost(f"worker {self.name} gets no new data path: the runtime was closed", worker=self.name)
 
     def counters(self) -> dict[str, int]:
         """Returns the worker's own counters."""
@@ -138,15 +149,17 @@ class LocalWorker:
         """Stops serving and frees the weights. It never raises; a thread that does not stop keeps
         its weights.
         """
-        try:
-            self._stop()
-        except WorkerError as error:
-            log.warning("%s", error)
-            return
-        if self._scrub is not None:
-            self._scrub.close()
-        self._worker.give_back()
-        self._store.drop_unborrowed()
+        with self._lock:
+            self._is_closed = True
+            try:
+                self._stop()
+            except WorkerError as error:
+                log.warning("%s", error)
+                return
+            if self._scrub is not None:
+                self._scrub.close()
+            self._worker.give_back()
+            self._store.drop_unborrowed()
 
     def _serve(self, channel: _core.Channel, generation: int) -> None:
         pin_to_first(self._cpus)

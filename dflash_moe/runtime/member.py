@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.protocol.messages import SESSION_ID_BYTES
+from dflash_moe.protocol.messages import SESSION_ID_BYTES, HelloReply
 from dflash_moe.runtime.local_worker import LocalWorker
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology.addresses import Address
@@ -40,6 +40,9 @@ class Member:
     local: LocalWorker | None = None
     # The member that stands for the experts kept at the host has no entry among the workers.
     spec: WorkerSpec | None = None
+    # What another process said of itself when it was greeted last. One that is lost meanwhile is
+    # still of that kind for those that join.
+    last_hello: HelloReply | None = None
     # The client knows the member by this number, and -1 means not yet.
     client_index: int = -1
     # All sessions with it have this id, by which a worker started by hand knows its host again.
@@ -58,7 +61,7 @@ class Member:
         """The numerics classes that it said it computes, once it was greeted."""
         if self.local is not None:
             return self.local.offered
-        hello = self.session.hello if self.session is not None else None
+        hello = self.last_hello
         return (hello.numerics_offered or (hello.numerics_class,)) if hello is not None else ()
 
     @property
@@ -68,8 +71,7 @@ class Member:
         """
         if self.local is not None:
             return self.local.isa
-        hello = self.session.hello if self.session is not None else None
-        return hello.isa if hello is not None else ""
+        return self.last_hello.isa if self.last_hello is not None else ""
 
     @property
     def is_on_this_machine(self) -> bool:

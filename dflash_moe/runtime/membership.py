@@ -182,7 +182,7 @@ class Member:
     @property
     def is_coming(self) -> bool:
         """Whether somebody works at it that it serves again, or it does."""
-        if self._is_recycled:
+        if self._is_recycled and not self._is_left_alone:
             return True
         return self.state not in (State.QUARANTINED, State.DRAINING, State.GONE) and not self._is_left_alone
 
@@ -243,11 +243,15 @@ class Member:
         return self._lose(event.reason, now, is_death=True)
 
     def _on_outvoted(self, event: Event, now: float) -> list[Order]:
-        if self.state is not State.READY:
+        if not self.serves:
             return []
         self.num_outvoted += 1
         if event.is_last or self.num_outvoted > 1:
             self._is_left_alone = True
+        if self.state is State.DRAINING:
+            # What it still owes would be as wrong: it is not waited for.
+            self.reason = event.reason
+            return self._end()
         return self._lose(event.reason, now, is_death=True)
 
     def _on_ended(self, _event: Event, now: float) -> list[Order]:
@@ -257,7 +261,10 @@ class Member:
         if self.state is State.DRAINING:
             if self._is_recycled:
                 self._is_recycled = False
-                return self._start(now)
+                if not self._is_left_alone:
+                    return self._start(now)
+                self._enter(State.QUARANTINED, now)
+                return []
             self._enter(State.GONE, now)
             return []
         if self._is_left_alone:

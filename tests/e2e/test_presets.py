@@ -59,6 +59,11 @@ def mixed(source, tmp_path_factory) -> Path:
         return write_gguf(source, tmp_path_factory.mktemp("mixed") / "model.gguf", experts="q8_0", host="q8_0")
 
 
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory) -> Path:
+    return write_gguf(source, tmp_path_factory.mktemp("whole") / "model.gguf", experts="q8_0", host="q8_0")
+
+
 def topology(text: str, preset: str = "fast") -> dm.Topology:
     return dm.Topology.parse(f"version: 1\npreset: {preset}\n{text}", "t.yaml")
 
@@ -78,14 +83,15 @@ def test_layers_of_unlike_formats_get_unlike_classes_on_one_worker(mixed):
     assert classes(mixed, topology(stated)) == [{EXACT}, {EXACT}]
 
 
-def test_holders_of_one_shard_get_one_class_which_one_of_them_may_state(mixed):
+def test_holders_of_one_shard_get_one_class_which_one_of_them_may_state(mixed, whole):
     replicated = "placement: {replicas: 2}\n" + TWO.replace(", address: loopback", "")
     assert classes(mixed, topology(replicated)) == [{INT8}, {EXACT}]
-    assert classes(mixed, topology(replicated.replace("{name: b,", "{name: b, activations: f32,"))) == [{EXACT}, {EXACT}]
+    for stated, expected in (("f32", EXACT), ("int8", INT8)):
+        text = replicated.replace("{name: b,", f"{{name: b, activations: {stated},")
+        assert classes(whole, topology(text)) == [{expected}, {expected}]
 
 
-def test_a_layer_has_the_bits_that_its_class_has_where_it_is_stated(mixed, source, tmp_path):
-    whole = write_gguf(source, tmp_path / "whole.gguf", experts="q8_0", host="q8_0")
+def test_a_layer_has_the_bits_that_its_class_has_where_it_is_stated(mixed, whole):
     batch = routed_batch(9, OPTIONS.hidden_size, OPTIONS.num_experts, OPTIONS.top_k)
     with dm.ExpertRuntime.start(topology(ONE), model=mixed, dtype="f32") as runtime:
         fast = [np.asarray(runtime.experts(layer, *batch)).tobytes() for layer in (0, 1)]

@@ -119,6 +119,30 @@ TEST_CASE("a call's deadline comes before the grace in which the last resort is 
   CHECK(scene.counters(1).parked_ns > 0);
 }
 
+TEST_CASE("the last resort is asked when parking ends, where the grace would be longer") {
+  for (const int64_t park_ns : {int64_t{0}, int64_t{100'000'000}}) {
+    // A call that comes after the loss is parked uncut; one that was under way, slice by slice.
+    for (const bool is_under_way : {false, true}) {
+      SceneOptions options = with_timeout(30'000'000'000);
+      options.last_resort = 0;
+      options.client.park_ns = park_ns;
+      options.client.reconnect_grace_ns = 30'000'000'000;
+      Replicated scene(options);
+      REQUIRE(scene.client.set_remedy(1, true).ok());
+      if (!is_under_way) scene.client.mark_lost(1, "gone for a moment");
+      Tokens tokens{{2}};
+      const CallPtr call = scene.submit(tokens);
+      if (is_under_way) scene.client.mark_lost(1, "gone for a moment");
+      const Deadline deadline = Deadline::after_ms(kPatienceMs);
+      while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+        if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+      }
+      REQUIRE(scene.finish(call).ok());
+      CHECK(tokens.is_right());
+    }
+  }
+}
+
 TEST_CASE("a holder that was asked shortly before the deadline gets its time") {
   SceneOptions options = with_timeout(1'000'000'000, true);
   options.client.suspect_ns = 700'000'000;

@@ -38,6 +38,10 @@ def test_classes_with_one_set_of_bits_run_on_any_architectures(numerics):
     check_architectures({"near": (numerics, "sm_80"), "far": (numerics, "gfx906"), "helper": (numerics, "avx2")}, "exact")
 
 
+def test_who_has_said_nothing_yet_is_no_other_kind():
+    check_architectures({"near": ("bf16-mma", "sm_90"), "lost": ("bf16-mma", "")}, "exact")
+
+
 def test_two_cards_of_one_architecture_share_a_layer():
     check_architectures({"near": ("bf16-mma", "sm_90"), "far": ("bf16-mma", "sm_90")}, "exact")
 
@@ -114,4 +118,6 @@ def test_a_stand_in_of_another_generation_is_refused_where_that_has_other_bits()
     with pytest.raises(UnsupportedError, match=r"disagree in architecture: worker w0 has sm_80, worker w1 sm_90, on which "):
         check_replicas([LAYER], placement, offers)
     check_replicas([LAYER], placement, dict.fromkeys(offers, offers["w0"]))
+    for lost in offers:
+        check_replicas([LAYER], placement, offers | {lost: Offer((), "")})
     check_replicas([LAYER], *replicated("f32-canonical", *offers.values()))

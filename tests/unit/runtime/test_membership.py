@@ -301,6 +301,26 @@ def test_the_last_outvote_leaves_a_member_alone_at_once_and_one_that_is_not_read
     assert (member.state, member.reason) == (State.QUARANTINED, "bad memory")
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("begun", [Happening.REMOVED, Happening.RECYCLED])
+def test_an_outvoted_member_that_drains_is_ended_at_once(begun: Happening, is_last: bool) -> None:
+    member = fresh()
+    make_ready(member, 0.0)
+    assert [order.task for order in member.on(Event(begun), 1.0)] == [Task.DRAIN]
+    orders = member.on(Event(Happening.OUTVOTED, member.attempt, "wrong numbers", is_last=is_last), 2.0)
+    assert orders == [Order(Task.END, member.attempt)]
+    # Said again, or drained meanwhile, it is ended once.
+    assert member.on(Event(Happening.OUTVOTED, member.attempt, "wrong numbers"), 2.0) == []
+    assert member.on(Event(Happening.DRAINED, member.attempt), 2.0) == []
+    assert member.is_coming is (begun is Happening.RECYCLED and not is_last)
+    member.on(Event(Happening.ENDED, member.attempt), 3.0)
+    if begun is Happening.REMOVED:
+        expected = State.GONE
+    else:
+        expected = State.QUARANTINED if is_last else State.STARTING
+    assert (member.state, member.reason, member.num_outvoted) == (expected, "wrong numbers", 1)
+
+
 def test_a_removed_member_is_drained_and_then_gone() -> None:
     member = fresh()
     make_ready(member, 0.0)
