@@ -49,21 +49,28 @@ struct LoanBox {
   }
 };
 
-// Makes the shard keep the files of the sources, each of which is None or a tuple
-// (weight_sources.h).
-void keep_files(ResidentShard& shard, std::initializer_list<py::object> sources) {
-  const auto keep = [&shard](const py::handle& file) {
-    shard.keep_file(py::cast<std::shared_ptr<MappedFile>>(file));
-  };
-  for (const py::object& source : sources) {
-    if (source.is_none()) continue;
-    const auto parts = py::cast<py::tuple>(source);
-    keep(parts[0]);
-    if (parts.size() >= 10) keep(parts[7]);
-    if (parts.size() < 11) continue;
-    const py::object zeros = py::cast<py::tuple>(parts[10])[4];
-    if (!zeros.is_none()) keep(py::cast<py::tuple>(zeros)[0]);
+// Loads with `load`, without the GIL. Pages of a file that cannot be read have zeros, which must
+// not pass for weights.
+template <typename Load>
+void load_from(ResidentShard& shard, const std::vector<std::shared_ptr<MappedFile>>& files,
+               bool is_mapped, const Load& load) {
+  Status status = ok();
+  {
+    py::gil_scoped_release unlocked;
+    std::vector<uint64_t> before;
+    for (const auto& file : files) {
+      before.push_back(file->num_faults());
+      if (is_mapped && status.ok()) status = shard.compute_from(file);
+    }
+    if (status.ok()) status = load();
+    for (size_t i = 0; status.ok() && i < files.size(); ++i) {
+      if (files[i]->num_faults() != before[i])
+        status = Error{
+            ErrorCode::kCheckpoint,
+            files[i]->path() + ": a page of it cannot be read: it was cut off, or its disk fails"};
+    }
   }
+  unwrap(std::move(status));
 }
 
 compute::ExpertWeights weights_of(const py::object& gate, const py::object& up,
@@ -78,16 +85,15 @@ void load_expert(const LoanBox& self, uint32_t local_expert_id, const py::object
                  const py::object& up, const py::object& down, const py::object& gate_bias,
                  const py::object& up_bias, const py::object& down_bias) {
   const compute::ExpertWeights weights = weights_of(gate, up, down, gate_bias, up_bias, down_bias);
+  const auto files = files_of({gate, up, down, gate_bias, up_bias, down_bias});
   const auto& box = py::cast<const StoreBox&>(self.store);
   const std::shared_ptr<ResidentShard> shard = self.get();
-  Status status = ok();
-  {
-    py::gil_scoped_release unlocked;
-    status = box.store->load_expert(shard, local_expert_id, weights);
-  }
-  if (box.is_mapped || shard->keeps_sources(local_expert_id))
-    keep_files(*shard, {gate, up, down, gate_bias, up_bias, down_bias});
-  unwrap(std::move(status));
+  load_from(*shard, files, box.is_mapped, [&]() -> Status {
+    DFLASH_TRY(box.store->load_expert(shard, local_expert_id, weights));
+    if (shard->keeps_sources(local_expert_id))
+      for (const auto& file : files) shard->keep_file(file);
+    return ok();
+  });
 }
 
 void reload_expert(const LoanBox& self, uint32_t local_expert_id, const py::object& gate,
@@ -96,13 +102,8 @@ void reload_expert(const LoanBox& self, uint32_t local_expert_id, const py::obje
   const compute::ExpertWeights weights = weights_of(gate, up, down, gate_bias, up_bias, down_bias);
   const auto& box = py::cast<const StoreBox&>(self.store);
   const std::shared_ptr<ResidentShard> shard = self.get();
-  if (box.is_mapped) keep_files(*shard, {gate, up, down, gate_bias, up_bias, down_bias});
-  Status status = ok();
-  {
-    py::gil_scoped_release unlocked;
-    status = box.store->reload_expert(*shard, local_expert_id, weights);
-  }
-  unwrap(std::move(status));
+  load_from(*shard, files_of({gate, up, down, gate_bias, up_bias, down_bias}), box.is_mapped,
+            [&] { return box.store->reload_expert(*shard, local_expert_id, weights); });
 }
 
 // Computes rows beside whatever serves the shard, and returns the reply's rows.
@@ -277,7 +278,10 @@ void bind_store(py::module_& module) {
           "read",
           [](const MappedFile& self, uint64_t offset, uint64_t num_bytes) {
             const auto view = unwrap(self.bytes(offset, num_bytes));
-            return py::bytes(reinterpret_cast<const char*>(view.data()), view.size());
+            std::string copied(view.size(), '\0');
+            unwrap(
+                self.copy(view.data(), view.size(), reinterpret_cast<std::byte*>(copied.data())));
+            return py::bytes(copied);
           },
           py::arg("offset"), py::arg("num_bytes"))
       .def("drop_pages", &MappedFile::drop_pages);

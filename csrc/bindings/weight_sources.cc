@@ -2,10 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/weight_sources.h"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "bindings/arguments.h"
-#include "store/mapped_file.h"
 
 namespace py = pybind11;
 
@@ -139,6 +140,25 @@ compute::VectorView vector_source(const py::object& source) {
   return unwrap(file.vector(py::cast<uint64_t>(parts[1]),
                             parse_dtype(py::cast<std::string>(parts[2])),
                             py::cast<uint32_t>(parts[3]), py::cast<int64_t>(parts[4])));
+}
+
+std::vector<std::shared_ptr<MappedFile>> files_of(std::initializer_list<py::object> sources) {
+  std::vector<std::shared_ptr<MappedFile>> files;
+  const auto take = [&files](const py::handle& file) {
+    auto found = py::cast<std::shared_ptr<MappedFile>>(file);
+    if (std::find(files.begin(), files.end(), found) == files.end())
+      files.push_back(std::move(found));
+  };
+  for (const py::object& source : sources) {
+    if (source.is_none()) continue;
+    const auto parts = py::cast<py::tuple>(source);
+    take(parts[0]);
+    if (parts.size() >= 10) take(parts[7]);
+    if (parts.size() < 11) continue;
+    const py::object zeros = py::cast<py::tuple>(parts[10])[4];
+    if (!zeros.is_none()) take(py::cast<py::tuple>(zeros)[0]);
+  }
+  return files;
 }
 
 compute::MatrixView file_or_memory_matrix(const py::object& source) {

@@ -5,7 +5,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
 #include "compute/formats/matrix_view.h"
+#include "store/mapped_file.h"
 
 namespace dflash::bindings {
 
@@ -20,6 +25,10 @@ namespace dflash::bindings {
 compute::MatrixView matrix_source(const pybind11::object& source);
 // Reads (file, byte offset, dtype, count, stride), or None for no vector.
 compute::VectorView vector_source(const pybind11::object& source);
+
+// Returns the files of what matrix_source and vector_source read, each once.
+std::vector<std::shared_ptr<store::MappedFile>> files_of(
+    std::initializer_list<pybind11::object> sources);
 
 // Reads what matrix_source reads, or (address, format, outputs, inputs, output_stride,
 // input_stride) of memory, followed, where scales lie apart, by (address, row stride in bytes).

@@ -85,6 +85,12 @@ void BackgroundReader::read(const std::weak_ptr<ResidentShard>& shard) {
       }
       is_read = step.value();
       if (!is_read) continue;
+      // Nobody knows what it was; calls of the time before have used other bytes, maybe.
+      if (!held->watched_.are_as_first()) {
+        const std::lock_guard lock(held->failure_mutex_);
+        held->failure_ = held->changed_error(id, "was changed before all of it had been read");
+        return;
+      }
       expert.checksum = reader->value();
       expert.source.store(ResidentShard::Source::kRead, std::memory_order_release);
     }

@@ -9,9 +9,27 @@
 
 #include <cerrno>
 #include <cstring>
+#include <ctime>
+
+#include "base/clock.h"
 
 namespace dflash::store {
 namespace {
+
+// A tick is 1 to 10 ms. A time of change that is further ahead is another clock's.
+constexpr int64_t kMostTickNs = 20'000'000;
+constexpr int64_t kTickNapNs = 500'000;
+
+int64_t nanoseconds_of(const timespec& time) {
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
+// The clock by which a kernel of this machine dates changes of files.
+int64_t file_clock_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_REALTIME_COARSE, &now);
+  return nanoseconds_of(now);
+}
 
 Error checkpoint_error(const std::string& path, const std::string& what) {
   return Error{ErrorCode::kCheckpoint, path + ": " + what};
@@ -139,6 +157,41 @@ Status MappedFile::copy(const std::byte* from, size_t num_bytes, std::byte* to) 
     to += got;
     offset += static_cast<uint64_t>(got);
     num_bytes -= static_cast<size_t>(got);
+  }
+  return ok();
+}
+
+// The count comes first: a page that fails later makes it another one.
+Result<FileState> MappedFile::settled_state() const {
+  FileState state{.num_faults = num_faults()};
+  DFLASH_TRY(mend());
+  const Deadline until = Deadline::after_ns(kMostTickNs);
+  for (;;) {
+    const int64_t clock_ns = file_clock_ns();
+    struct stat facts{};
+    if (::fstat(fd_.get(), &facts) != 0)
+      return checkpoint_error(path_, std::string("cannot be examined: ") + std::strerror(errno));
+    state.size = facts.st_size;
+    state.modified_ns = nanoseconds_of(facts.st_mtim);
+    state.changed_ns = nanoseconds_of(facts.st_ctim);
+    if (state.changed_ns < clock_ns || until.has_passed()) return state;
+    nap_ns(kTickNapNs);
+  }
+}
+
+bool MappedFile::is_as(const FileState& state) const {
+  struct stat facts{};
+  return ::fstat(fd_.get(), &facts) == 0 && facts.st_size == state.size &&
+         nanoseconds_of(facts.st_mtim) == state.modified_ns &&
+         nanoseconds_of(facts.st_ctim) == state.changed_ns && num_faults() == state.num_faults;
+}
+
+Status MappedFile::mend() const {
+  if (!guard_.take_torn()) return ok();
+  if (::mmap(base_, size_bytes_, PROT_READ, MAP_SHARED | MAP_FIXED, fd_.get(), 0) == MAP_FAILED) {
+    const int error_number = errno;
+    guard_.put_back_torn();
+    return checkpoint_error(path_, std::string("cannot be mapped: ") + std::strerror(error_number));
   }
   return ok();
 }

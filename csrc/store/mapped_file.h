@@ -1,7 +1,7 @@
 // A checkpoint file that is mapped read-only: workers compute from its pages or pack them without
 // reading the whole file. Packing copies what it packs (compute::MappedBytes). Where pages of the
-// mapping itself are touched (transposed matrices, scales apart, biases), a file that shrinks while
-// it is mapped raises SIGBUS; checkpoints are expected not to change under a worker.
+// mapping itself are touched (transposed matrices, scales apart, biases), one that cannot be read
+// has zeros, and num_faults() counts it (bus_guard.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,8 +14,21 @@
 #include "base/owned_fd.h"
 #include "base/result.h"
 #include "compute/formats/matrix_view.h"
+#include "store/bus_guard.h"
 
 namespace dflash::store {
+
+// What says that two readings of an open file saw the same bytes: its size, and when contents and
+// entry were changed last, of which nobody can set the second. The kernel notes the times of a
+// write before its first byte can be seen, so that who reads bytes and then these times has seen
+// the bytes of these times, or sees that they are others. They do not show what is stored through
+// somebody's writable mapping into a page that was written before, or written below the file
+// system; and on a network file system they are as old as its cache of attributes.
+struct FileState {
+  int64_t size = 0, modified_ns = 0, changed_ns = 0;
+  uint64_t num_faults = 0;  // pages of the mapping that could not be read
+  bool operator==(const FileState&) const = default;
+};
 
 // Any thread, once it is open.
 class MappedFile final : public compute::MappedBytes {
@@ -50,21 +63,37 @@ class MappedFile final : public compute::MappedBytes {
   // kCheckpoint where the file has become shorter.
   Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override;
 
+  // The state of the file now, from which that after every later change differs. Times have the
+  // grain of the kernel's tick (1 to 10 ms; less where a file is looked at, since Linux 6.13), so
+  // that this waits until the tick of the last change is over. Pages that could not be read are
+  // mapped anew. Errors: kCheckpoint.
+  Result<FileState> settled_state() const;
+  // Whether the file has this state. It costs one system call.
+  bool is_as(const FileState& state) const;
+  // How many pages of the mapping were touched and could not be read.
+  uint64_t num_faults() const { return guard_.num_faults(); }
+
   // Gives the resident pages of this mapping back to the page cache. They are mapped again when
   // they are touched.
   void drop_pages() const;
 
  private:
   MappedFile(std::string path, OwnedFd fd, std::byte* base, uint64_t size_bytes)
-      : path_(std::move(path)), fd_(std::move(fd)), base_(base), size_bytes_(size_bytes) {}
+      : path_(std::move(path)),
+        fd_(std::move(fd)),
+        base_(base),
+        size_bytes_(size_bytes),
+        guard_(base, size_bytes) {}
   Error out_of_file(uint64_t offset) const;
   Result<const std::byte*> rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes,
                                 int64_t stride_bytes) const;
+  Status mend() const;
 
   std::string path_;
   OwnedFd fd_;
   std::byte* base_;
   uint64_t size_bytes_;
+  mutable BusGuard guard_;
 };
 
 }  // namespace dflash::store

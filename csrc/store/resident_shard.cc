@@ -39,10 +39,12 @@ std::optional<uint32_t> sum_of(const Pieces& pieces, const std::atomic<bool>* st
 
 // Reads an expert's source bytes whole; nothing where `stop` was set meanwhile.
 Result<std::optional<uint64_t>> read_content(const compute::ExpertWeights& weights,
-                                             const std::atomic<bool>* stop) {
+                                             const std::atomic<bool>* stop,
+                                             compute::YieldingProgress* progress = nullptr) {
   compute::ContentReader reader(weights);
   for (;;) {
     if (stop != nullptr && stop->load(std::memory_order_relaxed)) return std::optional<uint64_t>();
+    if (progress != nullptr) progress->count_and_yield();
     auto step = reader.read(kScrubStepBytes);
     if (!step.ok()) return std::move(step).error();
     if (step.value()) return std::optional<uint64_t>(reader.value());
@@ -110,6 +112,13 @@ void ResidentShard::keep_file(std::shared_ptr<const MappedFile> file) {
     files_.push_back(std::move(file));
 }
 
+Status ResidentShard::compute_from(std::shared_ptr<const MappedFile> file) {
+  keep_file(file);
+  DFLASH_TRY(watched_.add(std::move(file)));
+  computes_from_files_.store(true, std::memory_order_release);
+  return ok();
+}
+
 ContentState ResidentShard::content() const {
   ContentState state;
   std::vector<uint64_t> values;
@@ -145,17 +154,60 @@ Status ResidentShard::await_whole(compute::YieldingProgress& progress) const {
   return ok();
 }
 
+Error ResidentShard::changed_error(uint32_t local_expert_id, const char* what) const {
+  return Error{ErrorCode::kCheckpoint, watched_.changed_path() + ": local expert " +
+                                           std::to_string(local_expert_id) + " " + what};
+}
+
+// The files have changed at some time. What is known of an expert holds as long as they do not
+// change again, which forward() sees after it has computed.
+Status ResidentShard::compare_with_files(std::span<const uint16_t> local_expert_ids,
+                                         compute::YieldingProgress& progress) {
+  if (!watched_.are_as_seen()) DFLASH_TRY(watched_.look_again());
+  for (const uint16_t id : local_expert_ids) {
+    Expert& expert = sources_[id];
+    if (expert.source.load(std::memory_order_acquire) != Source::kRead) {
+      return changed_error(id,
+                           "was changed, or its file's times were, before all of it had been read; "
+                           "nothing is computed from it before this worker is started again");
+    }
+    if (expert.read_at_age != watched_.age()) {
+      auto read = read_content(expert.weights, nullptr, &progress);
+      if (!read.ok()) return std::move(read).error();
+      expert.is_other = *read.value() != expert.checksum;
+      expert.read_at_age = watched_.age();
+    }
+    if (expert.is_other) {
+      return changed_error(id,
+                           "is not what was loaded: the file was changed under use, or cannot be "
+                           "read; nothing is computed from it before it has its bytes again");
+    }
+  }
+  return ok();
+}
+
 // A change that is found while a batch is computed counts for that batch: it is computed again.
 Status ResidentShard::forward(const compute::ForwardArgs& args,
                               compute::YieldingProgress& progress) {
   constexpr int kTries = 3;  // bounds the time of a call on memory that changes all the while
+  const bool has_files = computes_from_files_.load(std::memory_order_acquire);
+  bool is_file_changing = false;
   for (int tries = 0; tries < kTries; ++tries) {
     DFLASH_TRY(await_whole(progress));
     const std::lock_guard lock(compute_mutex_);
     if (num_damaged_.load(std::memory_order_acquire) != 0) continue;
-    DFLASH_TRY(experts_->forward(args, progress));
+    if (watched_.age() != 0) DFLASH_TRY(compare_with_files(args.local_expert_ids, progress));
+    Status computed = experts_->forward(args, progress);
+    if (has_files && !watched_.are_as_seen()) {
+      is_file_changing = true;
+      DFLASH_TRY(watched_.look_again());
+      continue;
+    }
+    DFLASH_TRY(std::move(computed));
     if (num_damaged_.load(std::memory_order_acquire) == 0) return ok();
   }
+  if (is_file_changing && num_damaged_.load(std::memory_order_acquire) == 0)
+    return changed_error(args.local_expert_ids[0], "is in a file that changes all the while");
   return damage_error();
 }
 

@@ -10,12 +10,14 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/result.h"
 #include "compute/experts/content_checksum.h"
 #include "compute/experts/expert_backend.h"
 #include "store/mapped_file.h"
+#include "store/watched_files.h"
 
 namespace dflash::store {
 
@@ -66,11 +68,17 @@ class ResidentShard {
   bool keeps_sources(uint32_t local_expert_id) const;
   // Keeps a file mapped as long as the shard lives. Any thread.
   void keep_file(std::shared_ptr<const MappedFile> file);
+  // The same for a file that forward() reads. Called before experts are loaded from it. Errors:
+  // kCheckpoint.
+  Status compute_from(std::shared_ptr<const MappedFile> file);
 
   // Computes a batch; any thread, one at a time. While experts of the shard are damaged it waits
   // for them to be loaded again, at most kReloadNs, so that nothing is computed from weights that
-  // are known to have changed. Errors: those of ExpertLayer, and kWorkerFailed naming the expert
-  // where it was not loaded again in time.
+  // are known to have changed. Where files that it computes from have changed since, each expert of
+  // a batch is read whole before it is used again, and must be what it was. Errors: those of
+  // ExpertLayer; kWorkerFailed naming the expert where it was not loaded again in time; kCheckpoint
+  // naming file and expert where its bytes are others now, cannot be read, or were never read
+  // before. A file that is what it was again is computed from again.
   Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress);
 
   // What is known of the source bytes so far. Any thread.
@@ -107,8 +115,15 @@ class ResidentShard {
     uint32_t packed_sum = 0;         // of the packed bytes at load; fixed before any scrub
     // Set by whoever scrubs, cleared by whoever loads again, each with release.
     std::atomic<bool> is_damaged{false};
+    // Of a file's bytes, guarded by compute_mutex_: whether they are those of the first reading, as
+    // of which age of the files.
+    uint32_t read_at_age = 0;
+    bool is_other = false;
   };
   Error damage_error() const;
+  Error changed_error(uint32_t local_expert_id, const char* what) const;
+  Status compare_with_files(std::span<const uint16_t> local_expert_ids,
+                            compute::YieldingProgress& progress);
   Status await_whole(compute::YieldingProgress& progress) const;
 
   const ShardFacts facts_;
@@ -116,6 +131,8 @@ class ResidentShard {
   const std::shared_ptr<compute::ExpertBackend> backend_;
   std::mutex files_mutex_;
   std::vector<std::shared_ptr<const MappedFile>> files_;  // guarded; `experts_` may refer to them
+  WatchedFiles watched_;                                  // those of them that forward() reads
+  std::atomic<bool> computes_from_files_{false};
   const std::unique_ptr<compute::ExpertLayer> experts_;
   std::vector<Expert> sources_;  // [num_local_experts]
   std::atomic<uint32_t> num_loaded_{0};

@@ -249,14 +249,20 @@ class Checkpoint:
             info = self.stored[name]
             digest.update(f"\n{name} {info.dtype} {info.shape}".encode())
         step = max(1, -(-len(names) // MAX_SAMPLED_TENSORS))
-        descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self.files]
+        descriptors: list[int] = []
+        path = self.path
         try:
+            for path in self.files:
+                descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             for name in names[::step]:
                 info = self.stored[name]
+                path = self.files[info.file]
                 for third in (1, 2):
                     start = max(0, info.num_bytes * third // 3 - SAMPLE_BYTES)
                     count = min(SAMPLE_BYTES, info.num_bytes - start)
                     digest.update(os.pread(descriptors[info.file], count, info.offset + start))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

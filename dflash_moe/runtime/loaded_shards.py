@@ -110,6 +110,7 @@ class LoadedShards:
     def forget(self, holder: str) -> None:
         """Forgets a holder that was removed."""
         self._contents.forget(holder)
+        self._mapped.forget(holder)
 
     def close(self) -> None:
         """Frees what the golden rows have mapped; never raises."""

@@ -42,32 +42,54 @@ class MappedHolders:
         self._model, self._contents, self._ask = model, contents, ask
         self._reads_own_files, self._timeout_s = reads_own_files, timeout_s
         self._before = _states(model)
+        # Who has served which shard before: holder, layer, shard.
+        self._served: set[tuple[str, int, int]] = set()
 
     def settle(self, holder: str, shards: Sequence[HeldShard], report: Callable[[int], None] = lambda _count: None) -> None:
         """Returns once a holder that has loaded these shards may stand in for their other holders,
         and they for it: at once where all of them read the same unchanged files or have compared
         their bytes while packing, and else when whoever is unchecked has read all. Another holder
-        that is lost is left out; it is compared when it comes back.
+        that is lost is left out; it is compared when it comes back. The only holder of a shard is
+        compared with what it held when it comes back to files that have changed.
 
         `report` is called with the number of experts that were settled so far, from the first
-        comparison on. Errors: CheckpointError naming the holders that differ and both values;
-        WorkerLost for `holder` itself; WorkerTimeout.
+        comparison on. Errors: CheckpointError naming the holders that differ and both values, or
+        files that have changed of which nobody knows what they were; WorkerLost for `holder`
+        itself; WorkerTimeout.
         """
         are_unchanged: bool | None = None
         num_settled, is_comparing = 0, False
         for held in shards:
             holders, unchecked = self._contents.holders(held)
-            if len(holders) > 1 and unchecked:
+            is_back = (holder, held.layer.index, held.shard_id) in self._served
+            if unchecked and (len(holders) > 1 or is_back):
                 if are_unchanged is None:
                     are_unchanged = bool(self._before) and _states(self._model) == self._before
                 if not are_unchanged or not all(map(self._reads_own_files, holders)):
                     is_comparing = True
                     # The others first, so that a difference is said of the newcomer.
                     for name in sorted(unchecked, key=lambda name: (name == holder, name)):
+                        if name == holder and is_back and not are_unchanged:
+                            self._require_reference(holder, held)
                         self._compare(name, held, is_newcomer=name == holder)
+            self._served.add((holder, held.layer.index, held.shard_id))
             num_settled += len(held.experts)
             if is_comparing:
                 report(num_settled)
+
+    def forget(self, holder: str) -> None:
+        """Forgets a holder that was removed."""
+        self._served = {one for one in list(self._served) if one[0] != holder}
+
+    def _require_reference(self, holder: str, held: HeldShard) -> None:
+        """Raises CheckpointError where a holder comes back to files of this host that have changed,
+        and nobody has told what they were. Calls may have used other bytes before.
+        """
+        if self._reads_own_files(holder) and self._contents.reference(held) is None:
+            raise CheckpointError(
+                f"weights of {held.layer.name}, shard {held.shard_id}: the files of checkpoint {self._model} have changed "
+                f"since worker {holder} computed from them, and nobody had read all of them before; start the runtime anew"
+            )
 
     def _compare(self, name: str, held: HeldShard, *, is_newcomer: bool) -> None:
         log.info("worker %s: %s, shard %d is compared before it has several holders", name, held.layer.name, held.shard_id)

@@ -1,6 +1,7 @@
 """Damaged and missing files: checkpoints that are cut off, changed or gone when a runtime or a
-worker loads them, and a disk that is full. The error names the file, the process stays healthy,
-nothing half written is left, a flipped bit is never served, and all is well once the file is.
+worker loads them or while it computes from them, a disk that cannot be read, and one that is full.
+The error names the file, the process stays healthy, nothing half written is left, a flipped bit is
+never served, and all is well once the file is.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,10 +15,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.campaigns.faults import failing_disk, mapped_files
 from bench.campaigns.faults.campaign import Campaign, Run, spread
+from bench.campaigns.faults.damage import FILE, Found, damage
 from bench.campaigns.faults.leftovers import belongings, left_since
 from bench.campaigns.faults.load import Load, make_model, pids_of, start, state_of, wait_until
 from dflash_moe.bench.results import BenchResult
@@ -25,23 +27,10 @@ from dflash_moe.errors import DflashError
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
 
-FILE = "model.safetensors"
 # A disk so small is full at once, and holds a key and a result.
 DISK_BYTES = 1 << 16
 REFUSED_GOAL_S = 5.0
 MOUNT_S = 30.0
-
-
-@dataclass(slots=True)
-class _Found:
-    """Counts of what was not as it must be, and the seconds that each refusal took."""
-
-    unnamed: int = 0
-    accepted: int = 0
-    unhealed: int = 0
-    left: int = 0
-    refused_s: list[float] = field(default_factory=list)
-    back_s: list[float] = field(default_factory=list)
 
 
 def run(given: Run) -> None:
@@ -49,17 +38,20 @@ def run(given: Run) -> None:
     spec = make_model(given.folder / "model")
     whole = (Path(spec.path) / FILE).read_bytes()
     before = belongings()
-    found = _Found()
+    found = Found()
     for _ in range(given.size):
         _at_start(given, spec, whole, found)
     _at_return(given, spec, whole, found)
+    mapped_files.run(given, found)
+    failing_disk.run(given, spec, found)
     if os.geteuid() == 0:
         _full_disk(given, found)
     else:
         given.event("full disk", verdict="skipped: mounting a small disk needs root")
     left = left_since(before)
     zero = {"errors without the file's name": found.unnamed, "damage accepted": found.accepted,
-            "not healed": found.unhealed, "files left half written": found.left, **left}  # fmt: skip
+            "not healed": found.unhealed, "processes that ended": found.ended, "failed calls": found.failed_calls,
+            "wrong results": found.wrong_results, "files left half written": found.left, **left}  # fmt: skip
     for what, value in zero.items():
         given.claim(what.replace("_", " "), value, at_most=0)
     given.goal("refused, s", max(found.refused_s), at_most=REFUSED_GOAL_S)
@@ -69,32 +61,14 @@ def run(given: Run) -> None:
     )  # fmt: skip
 
 
-def _damage(given: Run, file: Path, whole: bytes, way: str) -> str:
-    """Damages a file, and returns what was done."""
-    if way == "truncated":
-        length = given.drawn.randrange(len(whole))
-        file.write_bytes(whole[:length])
-        return f"{length} of {len(whole)} bytes"
-    if way == "gone":
-        file.unlink()
-        return "unlinked"
-    header = int.from_bytes(whole[:8], "little")
-    offset = given.drawn.randrange(8 + header, len(whole)) if way == "flipped" else given.drawn.randrange(8 + header)
-    bit = given.drawn.randrange(8)
-    changed = bytearray(whole)
-    changed[offset] ^= 1 << bit
-    file.write_bytes(changed)
-    return f"bit {bit} of byte {offset}"
-
-
 # -- when a runtime starts -------------------------------------------------------------------------
 
 
-def _at_start(given: Run, spec: ModelSpec, whole: bytes, found: _Found) -> None:
+def _at_start(given: Run, spec: ModelSpec, whole: bytes, found: Found) -> None:
     """The file is cut off or gone, or its header has changed; then it is whole again."""
     file = Path(spec.path) / FILE
     for way in ("truncated", "gone"):
-        done = _damage(given, file, whole, way)
+        done = damage(given, file, whole, way)
         began = time.monotonic()
         try:
             with start(spec):
@@ -115,7 +89,7 @@ def _at_start(given: Run, spec: ModelSpec, whole: bytes, found: _Found) -> None:
 # -- when a worker comes back ----------------------------------------------------------------------
 
 
-def _at_return(given: Run, spec: ModelSpec, whole: bytes, found: _Found) -> None:
+def _at_return(given: Run, spec: ModelSpec, whole: bytes, found: Found) -> None:
     """The file changes while the runtime runs; a killed worker that loads it anew is not let in,
     the other one goes on, and once the file is whole the worker is released.
     """
@@ -126,7 +100,7 @@ def _at_return(given: Run, spec: ModelSpec, whole: bytes, found: _Found) -> None
             for number in range(given.size):
                 way = ("flipped", "truncated", "gone", "header")[number % 4]
                 victim = given.drawn.choice(("w0", "w1"))
-                done = _damage(given, file, whole, way)
+                done = damage(given, file, whole, way)
                 began = time.monotonic()
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pids_of(runtime)[victim], signal.SIGKILL)
@@ -148,14 +122,14 @@ def _at_return(given: Run, spec: ModelSpec, whole: bytes, found: _Found) -> None
                     f"{way} at return", worker=victim, damage=done, failed_calls=load.failed, wrong_results=load.wrong,
                     refused_s=found.refused_s[-1], verdict="refused" if is_out and is_back else "accepted", error=reason[:300],
                 )  # fmt: skip
-    given.claim("failed calls", load.failed, at_most=0)
-    given.claim("wrong results", load.wrong, at_most=0)
+    found.failed_calls += load.failed
+    found.wrong_results += load.wrong
 
 
 # -- a full disk -----------------------------------------------------------------------------------
 
 
-def _full_disk(given: Run, found: _Found) -> None:
+def _full_disk(given: Run, found: Found) -> None:
     """Writes a key, a result over an older one, and nothing of either stays half written."""
     with _small_disk(given.folder / "disk") as disk:
         result = disk / "result.json"
@@ -196,4 +170,6 @@ def _small_disk(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-CAMPAIGN = Campaign("damaged-files", "checkpoints cut off, changed or gone, and a full disk", "times in each way", 20, 4, run)
+CAMPAIGN = Campaign(
+    "damaged-files", "checkpoints cut off, changed, unreadable or gone, and a full disk", "times in each way", 20, 4, run
+)  # fmt: skip

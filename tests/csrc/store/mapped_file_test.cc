@@ -4,16 +4,15 @@
 #include "store/mapped_file.h"
 
 #include <doctest/doctest.h>
-#include <stdlib.h>
-#include <unistd.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
 
 #include <cstring>
-#include <filesystem>
 #include <limits>
 #include <string>
 #include <vector>
 
-#include "base/owned_fd.h"
+#include "store/temporary_file.h"
 
 namespace dflash::store {
 namespace {
@@ -21,28 +20,10 @@ namespace {
 constexpr uint64_t kHuge = std::numeric_limits<uint64_t>::max();
 constexpr int64_t kHugeStride = std::numeric_limits<int64_t>::max();
 
-// A file of bytes 0, 1, 2 ... that goes away with the test.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(size_t num_bytes) : fd_(::mkstemp(path_.data())) {
-    REQUIRE(fd_.is_open());
-    std::vector<std::byte> content(num_bytes);
-    for (size_t i = 0; i < num_bytes; ++i) content[i] = static_cast<std::byte>(i);
-    REQUIRE(::write(fd_.get(), content.data(), num_bytes) == static_cast<ssize_t>(num_bytes));
-  }
-  ~TemporaryFile() { ::unlink(path_.c_str()); }
-  const char* path() const { return path_.c_str(); }
-  void shorten(off_t num_bytes) const { REQUIRE(::ftruncate(fd_.get(), num_bytes) == 0); }
-
- private:
-  std::string path_ = std::filesystem::temp_directory_path() / "mapped_file_test_XXXXXX";
-  OwnedFd fd_;
-};
-
 TEST_CASE(
     "what is copied are the file's bytes, and a file that has become shorter is an error rather "
     "than SIGBUS") {
-  const TemporaryFile file(100);
+  const TemporaryFile file(TemporaryFile::counting(100));
   const auto mapped = MappedFile::open(file.path()).value();
   const auto matrix = mapped->matrix(10, Dtype::kF16, 4, 8, 8, 1);
   REQUIRE(matrix.ok());
@@ -58,7 +39,7 @@ TEST_CASE(
 }
 
 TEST_CASE("bytes are the file's, up to its very end and not one further") {
-  const TemporaryFile file(100);
+  const TemporaryFile file(TemporaryFile::counting(100));
   const auto mapped = MappedFile::open(file.path()).value();
   CHECK(mapped->size_bytes() == 100);
   const auto tail = mapped->bytes(98, 2);
@@ -75,7 +56,7 @@ TEST_CASE("bytes are the file's, up to its very end and not one further") {
 }
 
 TEST_CASE("a matrix view may end at the file's end in any layout") {
-  const TemporaryFile file(100);
+  const TemporaryFile file(TemporaryFile::counting(100));
   const auto mapped = MappedFile::open(file.path()).value();
   CHECK(mapped->matrix(4, Dtype::kF32, 4, 6, 6, 1).ok());    // 4 + 24 * 4 = 100
   CHECK(mapped->matrix(4, Dtype::kF32, 4, 6, 1, 4).ok());    // transposed
@@ -91,7 +72,7 @@ TEST_CASE("a matrix view may end at the file's end in any layout") {
 }
 
 TEST_CASE("offsets and strides that would wrap around are out of the file, not inside it") {
-  const TemporaryFile file(100);
+  const TemporaryFile file(TemporaryFile::counting(100));
   const auto mapped = MappedFile::open(file.path()).value();
   constexpr uint32_t kMany = std::numeric_limits<uint32_t>::max();
   CHECK(!mapped->matrix(0, Dtype::kF32, kMany, kMany, kHugeStride, kHugeStride).ok());
@@ -107,7 +88,7 @@ TEST_CASE("offsets and strides that would wrap around are out of the file, not i
 }
 
 TEST_CASE("dropped pages are read again when they are touched") {
-  const TemporaryFile file(70'000);
+  const TemporaryFile file(TemporaryFile::counting(70'000));
   const auto mapped = MappedFile::open(file.path()).value();
   const auto bytes = mapped->bytes(0, 70'000).value();
   const std::vector<std::byte> before(bytes.begin(), bytes.end());
@@ -116,7 +97,7 @@ TEST_CASE("dropped pages are read again when they are touched") {
 }
 
 TEST_CASE("a file that is missing, empty or no file is a checkpoint error with its path") {
-  const TemporaryFile empty(0);
+  const TemporaryFile empty(TemporaryFile::counting(0));
   for (const std::string& path : {std::string("/nonexistent/model.safetensors"),
                                   std::string(empty.path()), std::string("/tmp")}) {
     const auto mapped = MappedFile::open(path);
@@ -124,6 +105,65 @@ TEST_CASE("a file that is missing, empty or no file is a checkpoint error with i
     CHECK(mapped.error().code == ErrorCode::kCheckpoint);
     CHECK(mapped.error().message.find(path) != std::string::npos);
   }
+}
+
+constexpr size_t kPage = 4096;
+
+TEST_CASE("every change of a file is seen, also one that leaves the times as `touch -r` does") {
+  const TemporaryFile file(TemporaryFile::counting(3 * kPage));
+  const auto mapped = MappedFile::open(file.path()).value();
+  struct stat before{};
+  REQUIRE(::fstat(file.fd(), &before) == 0);
+  for (int round = 0; round < 20; ++round) {
+    const FileState state = mapped->settled_state().value();
+    CHECK(mapped->is_as(state));
+    if (round % 3 == 0) file.write(kPage, {std::byte{7}});
+    if (round % 3 == 1) file.touch();
+    if (round % 3 == 2) {
+      file.write(5, {std::byte{9}});
+      const timespec times[] = {before.st_atim, before.st_mtim};
+      REQUIRE(::futimens(file.fd(), times) == 0);
+    }
+    CHECK_FALSE(mapped->is_as(state));
+  }
+}
+
+TEST_CASE("a page that cannot be read is counted, has zeros, and is mapped again once it can") {
+  const std::vector<std::byte> content = TemporaryFile::counting(3 * kPage);
+  const TemporaryFile file(content);
+  const auto mapped = MappedFile::open(file.path()).value();
+  const auto* bytes = reinterpret_cast<const volatile uint8_t*>(mapped->bytes(0, 1).value().data());
+  const FileState whole = mapped->settled_state().value();
+  CHECK(bytes[kPage + 3] == 3);
+  file.shorten(kPage);
+  CHECK(bytes[kPage + 3] == 0);
+  CHECK(bytes[2 * kPage + 3] == 0);
+  CHECK(mapped->num_faults() == whole.num_faults + 2);
+  CHECK(bytes[3] == 3);
+  file.write(0, content);
+  CHECK(bytes[kPage + 3] == 0);  // still the page of zeros
+  CHECK_FALSE(mapped->is_as(whole));
+  const FileState later = mapped->settled_state().value();
+  CHECK(bytes[kPage + 3] == 3);
+  CHECK(mapped->is_as(later));
+}
+
+TEST_CASE("a fault outside of mapped checkpoints ends a process as ever") {
+  const TemporaryFile own(TemporaryFile::counting(kPage)), other(TemporaryFile::counting(kPage));
+  const auto mapped = MappedFile::open(own.path()).value();
+  auto* page =
+      static_cast<volatile uint8_t*>(::mmap(nullptr, kPage, PROT_READ, MAP_SHARED, other.fd(), 0));
+  REQUIRE(const_cast<uint8_t*>(page) != MAP_FAILED);
+  other.shorten(0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::close(STDERR_FILENO);  // a sanitizer says there what it thinks of this
+    ::_exit(page[0] == 0 ? 0 : 0);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(status != 0);
+  ::munmap(const_cast<uint8_t*>(page), kPage);
 }
 
 }  // namespace

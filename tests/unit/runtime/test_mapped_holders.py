@@ -115,3 +115,32 @@ def test_a_reader_that_stands_still_is_not_waited_for_without_end(two: Holders) 
     two.settling._timeout_s = 0.05
     with pytest.raises(WorkerTimeout, match="worker far: its background reader read 1 of"):
         two.settling.settle("far", two.shards)
+
+
+def test_the_only_holder_comes_back_to_unchanged_files_unread_and_else_is_compared(two: Holders) -> None:
+    two.note(near=None)
+    two.settling.settle("near", two.shards)
+    two.settling.settle("near", two.shards)
+    assert two.asked == []
+    os.utime(Path(two.spec.path) / "model.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointError, match="have changed since worker near computed from them, and nobody had read all"):
+        two.settling.settle("near", two.shards)
+    # Once somebody knows what the bytes were, they decide.
+    for held in two.shards:
+        two.references.note(held, "near", 7)
+        two.references.note(held, "near", None)
+    two.answers = {"near": [None, 7]}
+    two.settling.settle("near", two.shards)
+    two.note(near=None)
+    two.answers = {"near": [8]}
+    with pytest.raises(CheckpointError, match=r"near has loaded content checksum 0x0+8, and held 0x0+7"):
+        two.settling.settle("near", two.shards)
+
+
+def test_a_removed_holder_is_a_new_one_when_it_is_added_again(two: Holders) -> None:
+    two.note(near=None)
+    two.settling.settle("near", two.shards)
+    two.settling.forget("near")
+    os.utime(Path(two.spec.path) / "model.safetensors", ns=(1, 1))
+    two.settling.settle("near", two.shards)
+    assert two.asked == []
