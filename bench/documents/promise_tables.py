@@ -69,7 +69,8 @@ PROMISES = (
     ),
     _Promise(
         "damaged files and full disks are named, and nothing of them is served",
-        "`tests/fault/test_starts.py`, campaign `damaged-files`", (("fault_damaged-files", ""),),
+        "`tests/fault/test_starts.py`, `tests/csrc/store/changed_files_test.cc`, campaign `damaged-files`",
+        (("fault_damaged-files", ""),),
     ),
     _Promise(
         "corrupt safetensors are refused", "`tests/fuzz/fuzz_safetensors_header.py`, `tests/fault/test_weight_contents.py`",

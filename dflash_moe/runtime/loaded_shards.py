@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from dflash_moe.errors import WorkerLost
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.protocol.messages import LoadShard, compress_experts
 from dflash_moe.runtime.contents import ReferenceChecksums
+from dflash_moe.runtime.contents_learner import ContentsLearner
 from dflash_moe.runtime.golden import GoldenRows
 from dflash_moe.runtime.held_shards import HeldShard
 from dflash_moe.runtime.host_twin import HostTwin
@@ -35,6 +36,7 @@ class LoadedShards:
         self._contents = ReferenceChecksums()
         self._mapped = MappedHolders(model, self._contents, self.ask_checksum, self._reads_own_files, settings.start_timeout_s)
         self.golden = GoldenRows(HostTwin(model, isa), self.ask_row)
+        self._learner: ContentsLearner | None = None
 
     def load(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None] = lambda _count: None) -> None:
         """Loads shards at a holder, one after the other, and has it compute golden rows where it is
@@ -76,6 +78,18 @@ class LoadedShards:
         """
         self._mapped.settle(member.name, shards, report)
 
+    def learn(self, held: Mapping[str, Sequence[HeldShard]]) -> None:
+        """Has a thread learn what mapped weights add up to, as soon as their holders have read
+        them. `call_off` ends it.
+        """
+        self._learner = ContentsLearner(self._contents, self.ask_checksum, self._mapped.is_as_started, held)
+        self._learner.start()
+
+    def call_off(self) -> None:
+        """From now on nothing is learned; never raises."""
+        if self._learner is not None:
+            self._learner.call_off()
+
     def ask_row(self, holder: str, held: HeldShard, question: RowQuestion) -> bytes | None:
         """Has a holder in another process compute a row beside its calls. Returns its reply, or
         None where it cannot be asked. Errors: WorkerLost, WorkerTimeout, ProtocolError; those with
@@ -113,7 +127,9 @@ class LoadedShards:
         self._mapped.forget(holder)
 
     def close(self) -> None:
-        """Frees what the golden rows have mapped; never raises."""
+        """Frees what the golden rows have mapped; never raises. It was called off before."""
+        if self._learner is not None:
+            self._learner.close()
         self.golden.close()
 
     def _reads_own_files(self, holder: str) -> bool:

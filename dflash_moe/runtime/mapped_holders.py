@@ -49,8 +49,8 @@ class MappedHolders:
         """Returns once a holder that has loaded these shards may stand in for their other holders,
         and they for it: at once where all of them read the same unchanged files or have compared
         their bytes while packing, and else when whoever is unchecked has read all. Another holder
-        that is lost is left out; it is compared when it comes back. The only holder of a shard is
-        compared with what it held when it comes back to files that have changed.
+        that is lost is left out; it is compared when it comes back. So is the only holder of a
+        shard that comes back to files of this host which have changed.
 
         `report` is called with the number of experts that were settled so far, from the first
         comparison on. Errors: CheckpointError naming the holders that differ and both values, or
@@ -61,10 +61,10 @@ class MappedHolders:
         num_settled, is_comparing = 0, False
         for held in shards:
             holders, unchecked = self._contents.holders(held)
-            is_back = (holder, held.layer.index, held.shard_id) in self._served
+            is_back = (holder, held.layer.index, held.shard_id) in self._served and self._reads_own_files(holder)
             if unchecked and (len(holders) > 1 or is_back):
                 if are_unchanged is None:
-                    are_unchanged = bool(self._before) and _states(self._model) == self._before
+                    are_unchanged = self._are_files_unchanged()
                 if not are_unchanged or not all(map(self._reads_own_files, holders)):
                     is_comparing = True
                     # The others first, so that a difference is said of the newcomer.
@@ -77,6 +77,15 @@ class MappedHolders:
             if is_comparing:
                 report(num_settled)
 
+    def is_as_started(self, holder: str) -> bool:
+        """Says whether a holder reads the files of this host, and they are what they were before
+        any worker read them.
+        """
+        return self._reads_own_files(holder) and self._are_files_unchanged()
+
+    def _are_files_unchanged(self) -> bool:
+        return bool(self._before) and _states(self._model) == self._before
+
     def forget(self, holder: str) -> None:
         """Forgets a holder that was removed."""
         self._served = {one for one in list(self._served) if one[0] != holder}
@@ -85,7 +94,7 @@ class MappedHolders:
         """Raises CheckpointError where a holder comes back to files of this host that have changed,
         and nobody has told what they were. Calls may have used other bytes before.
         """
-        if self._reads_own_files(holder) and self._contents.reference(held) is None:
+        if self._contents.reference(held) is None:
             raise CheckpointError(
                 f"weights of {held.layer.name}, shard {held.shard_id}: the files of checkpoint {self._model} have changed "
                 f"since worker {holder} computed from them, and nobody had read all of them before; start the runtime anew"

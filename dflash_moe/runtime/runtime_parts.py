@@ -115,6 +115,7 @@ class RuntimeParts:
         self.paths.start()
         self.workers.start(self._placed.held)
         self.audit.start()
+        self._fleet.shards.learn(self._placed.held)
         self.control.start()
 
     def end(self) -> None:
@@ -122,6 +123,7 @@ class RuntimeParts:
         call has left.
         """
         self.audit.call_off()
+        self._fleet.shards.call_off()
         self.fallback.call_off()
         self.workers.call_off()
         self.paths.call_off()

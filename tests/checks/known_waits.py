@@ -123,6 +123,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock held->failure_mutex_": "straight: keeps one error, and nothing is called",
         "wait changed_": "bounded: it waits for orders of this process for as long as its store lives; the destructor ends it",
     },
+    "csrc/store/bus_guard.cc": {"lock mutex": "straight: takes or frees one entry of a list, and nothing that waits is called"},
+    "csrc/store/watched_files.cc": {
+        "lock mutex_": "bounded: held over one fstat per file, and after a change over a tick of the kernel, 20 ms at most",
+    },
     "csrc/store/resident_shard.cc": {
         "lock compute_mutex_": "bounded: held over one forward, or over loading one expert again from the page cache",
         "lock failure_mutex_": "straight: takes one error, and nothing is called",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_moe.errors import CheckpointError
+from dflash_moe.errors import CheckpointError, WorkerError
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.runtime.golden import GoldenRows
@@ -142,3 +142,40 @@ def test_a_mapped_worker_is_added_under_a_packed_one_and_takes_over(spec: ModelS
         kill(runtime, "w1")
         assert wait_until(lambda: is_ready(runtime, "w1"), BACK_S)
         assert np.array_equal(call(runtime), right)
+
+
+def test_the_only_mapped_holder_never_comes_back_to_other_bytes_and_does_to_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GoldenRows, "check", lambda _self, _holder, _shards, **_how: None)
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    file = tmp_path / "ours" / "model.safetensors"
+    whole = file.read_bytes()
+    with start(spec, "weights_layout: mapped", replicas=1) as runtime:
+        right = call(runtime)
+        assert wait_until(lambda: is_checked(runtime), BACK_S)
+        flip_a_weight(tmp_path / "ours")
+        kill(runtime, "w0")
+        assert wait_until(lambda: runtime.workers()[0].state == "quarantined", BACK_S)
+        assert "and held 0x" in runtime.workers()[0].reason
+        file.write_bytes(whole)
+        runtime.release("w0")
+        assert wait_until(lambda: is_ready(runtime, "w0"), BACK_S)
+        assert np.array_equal(call(runtime), right)
+
+
+def test_a_flipped_bit_is_refused_by_who_maps_the_file_and_the_worker_goes_on_once_it_is_mended(tmp_path: Path) -> None:
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours", num_layers=1), num_layers=1)
+    file = tmp_path / "ours" / "model.safetensors"
+    whole = file.read_bytes()
+    with start(spec, "weights_layout: mapped", replicas=1) as runtime:
+        right, before = call(runtime, 64), runtime.worker_processes()
+        assert wait_until(lambda: is_checked(runtime), BACK_S)
+        for _ in range(3):
+            flip_a_weight(tmp_path / "ours")
+            with pytest.raises(WorkerError, match=rf"{file}: local expert \d is not what was loaded"):
+                call(runtime, 64)
+            with file.open("r+b") as stream:
+                stream.write(whole)
+            assert np.array_equal(call(runtime, 64), right)
+        assert [one.pid for one in runtime.worker_processes()] == [one.pid for one in before]
