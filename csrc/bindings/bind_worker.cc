@@ -278,10 +278,12 @@ void bind_store(py::module_& module) {
           "read",
           [](const MappedFile& self, uint64_t offset, uint64_t num_bytes) {
             const auto view = unwrap(self.bytes(offset, num_bytes));
-            std::string copied(view.size(), '\0');
-            unwrap(
-                self.copy(view.data(), view.size(), reinterpret_cast<std::byte*>(copied.data())));
-            return py::bytes(copied);
+            auto copied = py::reinterpret_steal<py::bytes>(
+                PyBytes_FromStringAndSize(nullptr, py::ssize_t_cast(view.size())));
+            if (!copied) throw py::error_already_set();
+            char* to = PyBytes_AS_STRING(copied.ptr());
+            unwrap(self.copy(view.data(), view.size(), reinterpret_cast<std::byte*>(to)));
+            return copied;
           },
           py::arg("offset"), py::arg("num_bytes"))
       .def("drop_pages", &MappedFile::drop_pages);

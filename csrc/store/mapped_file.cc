@@ -62,8 +62,11 @@ Result<std::unique_ptr<MappedFile>> MappedFile::open(const std::string& path) {
   void* base = ::mmap(nullptr, size_bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
   if (base == MAP_FAILED)
     return checkpoint_error(path, std::string("cannot be mapped: ") + std::strerror(errno));
+  constexpr int kFixed = F_SEAL_WRITE | F_SEAL_SHRINK;
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);  // -1 where it is no file in memory
+  const bool can_change = seals < 0 || (seals & kFixed) != kFixed;
   return std::unique_ptr<MappedFile>(
-      new MappedFile(path, std::move(fd), static_cast<std::byte*>(base), size_bytes));
+      new MappedFile(path, std::move(fd), static_cast<std::byte*>(base), size_bytes, can_change));
 }
 
 MappedFile::~MappedFile() { ::munmap(base_, size_bytes_); }

@@ -63,6 +63,9 @@ class MappedFile final : public compute::MappedBytes {
   // kCheckpoint where the file has become shorter.
   Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override;
 
+  // False for a file in memory that is sealed against writing and shrinking, as what a worker makes
+  // of weights is.
+  bool can_change() const { return can_change_; }
   // The state of the file now, from which that after every later change differs. Times have the
   // grain of the kernel's tick (1 to 10 ms; less where a file is looked at, since Linux 6.13), so
   // that this waits until the tick of the last change is over. Pages that could not be read are
@@ -78,11 +81,12 @@ class MappedFile final : public compute::MappedBytes {
   void drop_pages() const;
 
  private:
-  MappedFile(std::string path, OwnedFd fd, std::byte* base, uint64_t size_bytes)
+  MappedFile(std::string path, OwnedFd fd, std::byte* base, uint64_t size_bytes, bool can_change)
       : path_(std::move(path)),
         fd_(std::move(fd)),
         base_(base),
         size_bytes_(size_bytes),
+        can_change_(can_change),
         guard_(base, size_bytes) {}
   Error out_of_file(uint64_t offset) const;
   Result<const std::byte*> rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes,
@@ -93,6 +97,7 @@ class MappedFile final : public compute::MappedBytes {
   OwnedFd fd_;
   std::byte* base_;
   uint64_t size_bytes_;
+  bool can_change_;
   mutable BusGuard guard_;
 };
 

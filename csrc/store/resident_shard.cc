@@ -114,6 +114,7 @@ void ResidentShard::keep_file(std::shared_ptr<const MappedFile> file) {
 
 Status ResidentShard::compute_from(std::shared_ptr<const MappedFile> file) {
   keep_file(file);
+  if (!file->can_change()) return ok();
   DFLASH_TRY(watched_.add(std::move(file)));
   computes_from_files_.store(true, std::memory_order_release);
   return ok();

@@ -128,6 +128,19 @@ TEST_CASE("every change of a file is seen, also one that leaves the times as `to
   }
 }
 
+TEST_CASE("a sealed file in memory cannot change, and any other can") {
+  const TemporaryFile file(TemporaryFile::counting(100));
+  CHECK(MappedFile::open(file.path()).value()->can_change());
+  for (const int seals : {0, F_SEAL_WRITE, F_SEAL_SHRINK, F_SEAL_WRITE | F_SEAL_SHRINK}) {
+    const OwnedFd memory(::memfd_create("mapped_file_test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    REQUIRE(::write(memory.get(), "weights", 7) == 7);
+    if (seals != 0) REQUIRE(::fcntl(memory.get(), F_ADD_SEALS, seals) == 0);
+    const auto mapped = MappedFile::open("/proc/self/fd/" + std::to_string(memory.get())).value();
+    CHECK(mapped->can_change() == (seals != (F_SEAL_WRITE | F_SEAL_SHRINK)));
+    CHECK(static_cast<char>(mapped->bytes(0, 1).value()[0]) == 'w');
+  }
+}
+
 TEST_CASE("a page that cannot be read is counted, has zeros, and is mapped again once it can") {
   const std::vector<std::byte> content = TemporaryFile::counting(3 * kPage);
   const TemporaryFile file(content);
