@@ -314,10 +314,8 @@ def test_an_outvoted_member_that_drains_is_ended_at_once(begun: Happening, is_la
     assert member.on(Event(Happening.DRAINED, member.attempt), 2.0) == []
     assert member.is_coming is (begun is Happening.RECYCLED and not is_last)
     member.on(Event(Happening.ENDED, member.attempt), 3.0)
-    if begun is Happening.REMOVED:
-        expected = State.GONE
-    else:
-        expected = State.QUARANTINED if is_last else State.STARTING
+    started_anew = State.QUARANTINED if is_last else State.STARTING
+    expected = State.GONE if begun is Happening.REMOVED else started_anew
     assert (member.state, member.reason, member.num_outvoted) == (expected, "wrong numbers", 1)
 
 
