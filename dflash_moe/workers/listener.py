@@ -332,12 +332,14 @@ class Listener:
     def _end_former(self, mailbox: Mailbox | None, peer: Peer) -> None:
         """Ends the session that is served where its own host comes back. After a cut of the network
         the host has given it up long before its farewell arrives, which TCP sends again after ever
-        longer pauses.
+        longer pauses. And what it asked for last may arrive first: the worker then waits for a data
+        connection that the host does not dial any more.
         """
         served = self._served
         if mailbox is not None and served is not None and mailbox.session_id == peer.session_id:
             log.info("worker %s: its host is back and has given up the session that is served", self._worker)
             served.hang_up()
+            mailbox.close()
 
 
 class Complaints:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from dflash_moe.errors import ProtocolError, WorkerTimeout
-from dflash_moe.protocol.framing import Detached, close_detached
+from dflash_moe.protocol.framing import Detached, PeerGone, close_detached
 from dflash_moe.protocol.messages import Open, Role
 
 # A session needs two connections at a time. A peer that leaves more than this misbehaves.
@@ -54,17 +54,24 @@ class Mailbox:
 
     def collect(self, role: Role, generation: int, *, seconds: float) -> Detached:
         """Waits up to `seconds` for a connection and returns it, which the caller now owns. Raises
-        WorkerTimeout when it does not arrive in time.
+        WorkerTimeout when it does not arrive in time, and PeerGone as soon as `close()` was called,
+        because the host has given the session up.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: (role, generation) in self._arrived, seconds):
+            self._changed.wait_for(lambda: self._is_closed or (role, generation) in self._arrived, seconds)
+            if self._is_closed:
+                raise PeerGone(f"the session ended before the {role.name.lower()} connection of generation {generation} came")
+            if (role, generation) not in self._arrived:
                 raise WorkerTimeout(f"no {role.name.lower()} connection of generation {generation} arrived within {seconds} s")
             return self._arrived.pop((role, generation))
 
     def close(self) -> None:
-        """Closes the connections that nobody collected, and all that still come."""
+        """Closes the connections that nobody collected, and all that still come, and ends the wait
+        for one. It may be called again.
+        """
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
             for connection in self._arrived.values():
                 close_detached(connection)
             self._arrived.clear()

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_moe.errors import ConfigError, ProtocolError, WorkerError, WorkerLost
+from dflash_moe import _core
+from dflash_moe.errors import ConfigError, ProtocolError, WorkerError, WorkerLost, WorkerTimeout
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.keys import read_key_file, write_key_file
@@ -108,6 +109,34 @@ def test_only_the_host_that_is_served_ends_its_own_session_by_coming_back(
             with pytest.raises(WorkerError, match="worker far is busy"):
                 greet(latter, spec)
             assert former.ask_stats(timeout_s=READY_S)["calls"] == 0
+    finally:
+        former.close(seconds=0.0)
+        latter.close(seconds=0.0)
+
+
+class CutOff(HostSession):
+    """A host whose network is cut once the worker listens for its data connection."""
+
+    def _dial_back(self, *_: Any) -> None:
+        raise WorkerTimeout("the network is cut")
+
+
+def test_a_worker_that_awaits_a_data_connection_is_free_for_its_host_that_comes_back(
+    spec: ModelSpec, key_file: Path, start_worker: StartWorker
+) -> None:
+    """The wish for a path may arrive once a network heals, after its host gave the session up."""
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+    address, key, session_id = parse_address(worker.address), read_key_file(key_file), bytes(range(16))
+    former = CutOff("far", address, started=None, key=key, session_id=session_id)
+    latter = HostSession("far", address, started=None, key=key, session_id=session_id)
+    try:
+        former.connect(timeout_s=READY_S)
+        greet(former, spec)
+        with pytest.raises(WorkerTimeout, match="the network is cut"):
+            former.attach(_core.SlotPlan(2, 1, 4096, 4096), "tcp", 1, timeout_s=READY_S)
+        latter.connect(timeout_s=READY_S)
+        greet(latter, spec)
+        assert latter.ask_stats(timeout_s=READY_S)["calls"] == 0
     finally:
         former.close(seconds=0.0)
         latter.close(seconds=0.0)

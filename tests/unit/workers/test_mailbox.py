@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from dflash_moe.errors import ProtocolError, WorkerTimeout
+from dflash_moe.protocol.framing import PeerGone
 from dflash_moe.protocol.messages import Open, Role
 from dflash_moe.workers.mailbox import MAX_WAITING, Mailbox
 
@@ -60,6 +61,15 @@ def test_another_generation_does_not_count() -> None:
     with pytest.raises(WorkerTimeout):
         mailbox.collect(Role.DATA, 7, seconds=0.01)
     mailbox.close()
+
+
+def test_the_end_of_a_session_ends_the_wait_for_its_connections() -> None:
+    mailbox = Mailbox(SESSION, KEY)
+    threading.Timer(0.05, mailbox.close).start()
+    with pytest.raises(PeerGone, match="the session ended before the data connection of generation 7 came"):
+        mailbox.collect(Role.DATA, 7, seconds=60)
+    with pytest.raises(PeerGone):
+        mailbox.collect(Role.DATA, 7, seconds=60)
 
 
 def test_duplicates_floods_and_late_comers_are_closed() -> None:
