@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # A listener that is there accepts a connection within this time, even across a slow network.
 CONNECT_S = 5.0
+# A socket that may take no time at all would not wait for the answer of a listener that is there.
+LEAST_S = 0.001
 # These bound the pauses between two tries. The first try after a drop comes soon, because a
 # listener that is full drops one connection for each that arrives; the later pauses double, to
 # leave the listener time.
@@ -97,7 +99,7 @@ def connect_authenticated(
     begun = time.monotonic()
     pause, num_dropped = FIRST_PAUSE_S, 0
     while True:
-        connection = Connection(dial(worker, address, buffer_bytes))
+        connection = Connection(dial(worker, address, buffer_bytes, deadline=deadline))
         try:
             with call_off.covering(connection):
                 return connection, _authenticate(worker, address, connection, credentials, deadline)
@@ -118,7 +120,7 @@ def connect_authenticated(
 
 
 def _authenticate(worker: str, address: Address, connection: Connection, credentials: Credentials, deadline: float) -> Peer:
-    seconds = min(deadline - time.monotonic(), HANDSHAKE_S)
+    seconds = max(0.0, min(deadline - time.monotonic(), HANDSHAKE_S))
     until = time.monotonic() + seconds
     try:
         if credentials.encryption is not None:
@@ -152,19 +154,21 @@ def _crowded_out(
     )
 
 
-def dial(worker: str, address: Address, buffer_bytes: int = 0) -> socket.socket:
-    """Connects to the listener at `address` and returns the socket, which the caller owns. Over TCP
-    `buffer_bytes` sizes the socket's buffers as `size_buffers` does.
+def dial(worker: str, address: Address, buffer_bytes: int = 0, *, deadline: float) -> socket.socket:
+    """Connects to the listener at `address` within CONNECT_S and by `deadline`, a time of the
+    monotonic clock. Returns the socket, which the caller owns. Over TCP `buffer_bytes` sizes the
+    socket's buffers as `size_buffers` does.
 
     Errors: WorkerLost, WorkerTimeout, ProtocolError (a Unix socket of another user), DflashError
     naming the limit where this process is out of descriptors. A host name is looked up within the
     bounds that the system's resolver sets itself.
     """
+    seconds = max(LEAST_S, min(CONNECT_S, deadline - time.monotonic()))
     try:
-        return _connect_unix(address.path) if address.path else _connect_tcp(address, buffer_bytes)
+        return _connect_unix(address.path, seconds) if address.path else _connect_tcp(address, buffer_bytes, seconds)
     except TimeoutError:
         raise WorkerTimeout(
-            f"worker {worker} at {address} did not accept a connection within {CONNECT_S:g} s", worker=worker
+            f"worker {worker} at {address} did not accept a connection within {seconds:.1f} s", worker=worker
         ) from None
     except OSError as error:
         if is_descriptor_limit(error):
@@ -176,11 +180,11 @@ def dial(worker: str, address: Address, buffer_bytes: int = 0) -> socket.socket:
         ) from None
 
 
-def _connect_unix(path: str) -> socket.socket:
-    until = time.monotonic() + CONNECT_S
+def _connect_unix(path: str, seconds: float) -> socket.socket:
+    until = time.monotonic() + seconds
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(CONNECT_S)
+        sock.settimeout(seconds)
         while True:
             try:
                 sock.connect(path)
@@ -197,7 +201,7 @@ def _connect_unix(path: str) -> socket.socket:
     return sock
 
 
-def _connect_tcp(address: Address, buffer_bytes: int) -> socket.socket:
+def _connect_tcp(address: Address, buffer_bytes: int, seconds: float) -> socket.socket:
     """Does what socket.create_connection does, but sizes the buffers before TCP's handshake, in
     which the window is agreed. Raises the OSError of the last address tried.
     """
@@ -206,7 +210,7 @@ def _connect_tcp(address: Address, buffer_bytes: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             size_buffers(sock, buffer_bytes)
-            sock.settimeout(CONNECT_S)
+            sock.settimeout(seconds)
             sock.connect(target)
             return sock
         except OSError as error:

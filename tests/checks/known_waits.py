@@ -238,7 +238,7 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/runtime/contents.py": {"lock self._lock": "straight: looks up and keeps one value, and nothing is called"},
     "dflash_moe/runtime/dialing.py": {
-        "call sock.connect": "bounded: the socket has a timeout of CONNECT_S, set a line before",
+        "call sock.connect": "bounded: the socket has a timeout of CONNECT_S at most, set before",
     },
     "dflash_moe/runtime/expert_call.py": {
         "call self._call.result": "bounded: the core's call is done at this point, so it answers at once",

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -82,5 +83,6 @@ def test_a_host_dials_with_the_buffers_set_before_the_handshake(monkeypatch: pyt
 
     with open_tcp_listener("127.0.0.1", 0) as listening, monkeypatch.context() as patch:
         patch.setattr(socket.socket, "connect", note_and_connect)
-        dial("far", Address("tcp", host="127.0.0.1", port=listening.getsockname()[1]), BUFFER_BYTES).close()
+        address = Address("tcp", host="127.0.0.1", port=listening.getsockname()[1])
+        dial("far", address, BUFFER_BYTES, deadline=time.monotonic() + 30).close()
     assert seen == [(2 * BUFFER_BYTES, 2 * BUFFER_BYTES)]
