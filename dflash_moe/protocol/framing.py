@@ -34,6 +34,10 @@ FRAME_REST_S = 5.0
 MAX_PENDING_DESCRIPTORS = 8
 # A peer that acknowledges no sent bytes for so long is gone.
 USER_TIMEOUT_MS = 10_000
+# Pauses before TCP sends something again double up to here, the least that Linux allows, so that a
+# connection goes on within so long once a network has healed. Kernels before 6.15 do not know it
+# (TCP_RTO_MAX_MS of linux/tcp.h); there the pauses go on doubling.
+_TCP_RTO_MAX_MS, LONGEST_PAUSE_MS = 44, 1000
 _UCRED = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _LENGTH = struct.Struct("<I")
@@ -69,6 +73,8 @@ def _tune_tcp(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, LONGEST_PAUSE_MS)
 
 
 # What `Connection.detach` gives away: a descriptor, or an encrypted connection.
@@ -158,6 +164,24 @@ class Connection:
         with contextlib.suppress(OSError):
             return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return b""
+
+    def has_news(self) -> bool:
+        """Whether something has come that was not received yet, a hang-up included. The thread that
+        receives calls it.
+        """
+        if self._buffer or self._sock.fileno() < 0:
+            return True
+        if self._secure is not None:
+            # Only taking the first bytes tells a message from records of TLS itself.
+            try:
+                received = self._secure.receive(_LENGTH.size)
+            except DflashError:
+                return True  # whoever receives next is told
+            self._buffer += received or b""
+            return received is not None
+        poller = select.poll()
+        poller.register(self._sock.fileno(), select.POLLIN)
+        return bool(poller.poll(0))
 
     def discard(self) -> None:
         """Takes and forgets what has come, a frame's worth at most."""

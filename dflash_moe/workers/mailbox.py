@@ -7,6 +7,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 from dflash_moe.errors import ProtocolError, WorkerTimeout
 from dflash_moe.protocol.framing import Detached, PeerGone, close_detached
@@ -14,6 +16,8 @@ from dflash_moe.protocol.messages import Open, Role
 
 # A session needs two connections at a time. A peer that leaves more than this misbehaves.
 MAX_WAITING = 8
+# Whoever waits for a connection looks so often whether the host still means it to come.
+LOOK_S = 0.05
 
 
 class Mailbox:
@@ -52,17 +56,25 @@ class Mailbox:
             self._arrived[role, generation] = connection
             self._changed.notify_all()
 
-    def collect(self, role: Role, generation: int, *, seconds: float) -> Detached:
+    def collect(
+        self, role: Role, generation: int, *, seconds: float, is_given_up: Callable[[], bool] = lambda: False
+    ) -> Detached:
         """Waits up to `seconds` for a connection and returns it, which the caller now owns. Raises
-        WorkerTimeout when it does not arrive in time, and PeerGone as soon as `close()` was called,
-        because the host has given the session up.
+        WorkerTimeout when it does not arrive in time, or `is_given_up` says that the host does not
+        dial it any more; and PeerGone as soon as `close()` was called.
         """
+        what = f"{role.name.lower()} connection of generation {generation}"
+        until = time.monotonic() + seconds
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or (role, generation) in self._arrived, seconds)
-            if self._is_closed:
-                raise PeerGone(f"the session ended before the {role.name.lower()} connection of generation {generation} came")
-            if (role, generation) not in self._arrived:
-                raise WorkerTimeout(f"no {role.name.lower()} connection of generation {generation} arrived within {seconds} s")
+            while (role, generation) not in self._arrived:
+                if self._is_closed:
+                    raise PeerGone(f"the session ended before the {what} arrived")
+                if is_given_up():
+                    raise WorkerTimeout(f"no {what} arrived before the host asked for something else")
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise WorkerTimeout(f"no {what} arrived within {seconds} s")
+                self._changed.wait(min(left, LOOK_S))
             return self._arrived.pop((role, generation))
 
     def close(self) -> None:

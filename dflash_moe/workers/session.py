@@ -374,7 +374,9 @@ class WorkerSession:
         awaited = [(Role.DATA, message.generation)] + ([(Role.PULSE, 0)] if message.has_pulse else [])
         secured: dict[Role, _core.SecureSocket] = {}
         for role, generation in awaited:
-            arrived = self.mailbox.collect(role, generation, seconds=ATTACH_S)
+            # A host asks one question at a time. Once its next one is there, or its hang-up, it has
+            # given this path up, and across a bad network it does so before the worker hears of it.
+            arrived = self.mailbox.collect(role, generation, seconds=ATTACH_S, is_given_up=self.connection.has_news)
             if isinstance(arrived, int):
                 offered.hold([arrived])
             else:

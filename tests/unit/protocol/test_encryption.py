@@ -118,6 +118,27 @@ def test_both_ends_of_an_encrypted_connection_agree_and_speak(ends: Ends, role: 
     host.connection.close()
 
 
+def test_news_under_encryption_are_messages_and_hang_ups_and_nothing_of_them_is_lost(ends: Ends) -> None:
+    worker, host = WorkerEnd(ends[1]), HostEnd(ends[0])
+    host.connect()
+    worker.join()
+    deadline = time.monotonic() + PATIENCE_S
+    for sent in (b"x", bytes(range(256))):
+        assert not worker.connection.has_news()
+        assert not host.connection.has_news()
+        host.connection.send_payload(sent, deadline=deadline)
+        worker.connection.await_byte(deadline=deadline, waiting_for="a message")
+        assert worker.connection.has_news()
+        assert worker.connection.has_news()
+        assert worker.connection.receive_payload(deadline=deadline, waiting_for="a message") == sent
+    host.connection.close()
+    worker.connection.await_byte(deadline=deadline, waiting_for="the end")
+    assert worker.connection.has_news()
+    with pytest.raises(PeerGone):
+        worker.connection.receive_payload(deadline=deadline, waiting_for="the end")
+    worker.connection.close()
+
+
 @pytest.mark.parametrize(
     ("at_host", "at_worker", "is_encrypted"),
     [("on", "on", True), ("on", "auto", True), ("auto", "auto", False), ("auto", "off", False), ("off", "auto", False)],

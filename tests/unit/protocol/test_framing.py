@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_moe.errors import ProtocolError, WorkerTimeout
-from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.framing import _TCP_RTO_MAX_MS, LONGEST_PAUSE_MS, Connection, PeerGone
 from dflash_moe.protocol.messages import Bye, Progress
 
 Ends = tuple[Connection, Connection]
@@ -109,3 +109,29 @@ def test_a_flood_of_descriptors_is_refused(ends: Ends) -> None:
         receive_all()
     ends[1].close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_tcp_pauses_before_it_sends_again_only_so_long() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as dialled:
+        try:
+            usual_ms = dialled.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS)
+        except OSError:
+            pytest.skip("this kernel has no TCP_RTO_MAX_MS, which came with Linux 6.15")
+        connection = Connection(dialled.dup())
+        assert dialled.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS) == LONGEST_PAUSE_MS < usual_ms
+        connection.close()
+
+
+def test_what_has_come_and_was_not_received_is_news() -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours)
+    assert not connection.has_news()
+    theirs.send(b"x")
+    assert connection.has_news()
+    assert connection.has_news()
+    connection.discard()
+    assert not connection.has_news()
+    theirs.close()
+    assert connection.has_news()
+    connection.close()
+    assert connection.has_news()

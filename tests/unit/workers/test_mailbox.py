@@ -63,10 +63,20 @@ def test_another_generation_does_not_count() -> None:
     mailbox.close()
 
 
+def test_a_host_that_has_moved_on_is_not_waited_for() -> None:
+    mailbox = Mailbox(SESSION, KEY)
+    number = descriptor()
+    mailbox.deliver(Role.DATA, 6, number)
+    assert mailbox.collect(Role.DATA, 6, seconds=60, is_given_up=lambda: True) == number
+    with pytest.raises(WorkerTimeout, match="no data connection of generation 7 arrived before the host asked for something"):
+        mailbox.collect(Role.DATA, 7, seconds=60, is_given_up=lambda: True)
+    os.close(number)
+
+
 def test_the_end_of_a_session_ends_the_wait_for_its_connections() -> None:
     mailbox = Mailbox(SESSION, KEY)
     threading.Timer(0.05, mailbox.close).start()
-    with pytest.raises(PeerGone, match="the session ended before the data connection of generation 7 came"):
+    with pytest.raises(PeerGone, match="the session ended before the data connection of generation 7 arrived"):
         mailbox.collect(Role.DATA, 7, seconds=60)
     with pytest.raises(PeerGone):
         mailbox.collect(Role.DATA, 7, seconds=60)

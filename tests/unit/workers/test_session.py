@@ -381,6 +381,24 @@ def test_a_tcp_attach_listens_with_the_buffers_it_asks_for(host: Host, monkeypat
     refused(late, "no data connection of generation 3 arrived")
 
 
+@pytest.mark.parametrize("next_word", ["question", "goodbye", "hang-up"])
+def test_a_data_connection_that_the_host_has_given_up_is_awaited_no_longer(
+    host: Host, monkeypatch: pytest.MonkeyPatch, next_word: str
+) -> None:
+    monkeypatch.setattr("dflash_moe.workers.session.ATTACH_S", 60.0)
+    host.hello()
+    assert isinstance(host.ask(attach(transport="tcp", num_descriptors=0)), Listening)
+    if next_word == "hang-up":
+        host.connection.hang_up()
+    else:
+        refused(host.ask(StatsRequest() if next_word == "question" else Bye()), "before the host asked for something else")
+    if next_word == "question":
+        assert isinstance(host.connection.receive(deadline=time.monotonic() + 10, waiting_for="an answer"), Stats)
+        return
+    host.thread.join(15)
+    assert host.reason == ("the host said goodbye" if next_word == "goodbye" else "the host is gone")
+
+
 def test_a_frame_that_is_no_message_ends_the_session_with_a_typed_answer(host: Host) -> None:
     host.connection.send_payload(b"\xc1garbage", deadline=time.monotonic() + 5)
     refused(host.connection.receive(deadline=time.monotonic() + 5, waiting_for="an answer"), "not a msgpack message")
