@@ -38,7 +38,7 @@ STATED = {
     ),
     "docs/reliability.md": (
         "frozen for 10 ms to 10 s", "one tick (20 ms) at most", "waits 20,000 times within", "after 300 ms without progress",
-        "5 ms later at most",
+        "5 ms later at most", "brings each 200 ms late", "for 3 to 5 s each",
     ),
     "docs/numerics.md": ("never less than 1.5 times what one rounding of the result costs",),
 }  # fmt: skip

@@ -30,7 +30,8 @@ PROMISES = (
     _Promise(
         "no wrong number, whatever breaks", "simulator; every campaign compares each result bit for bit",
         (("worker_kills", ""), *((f"fault_{name}", "") for name in (
-            "kills", "stops", "all-dead", "crash-loop", "partitions", "control-groups", "scribblers", "strangers", "soak",
+            "kills", "stops", "all-dead", "crash-loop", "partitions", "lossy-link", "control-groups", "scribblers",
+            "strangers", "soak",
         ))),
     ),
     _Promise("a failure that was simulated can be replayed", "`tests/unit/cli/test_simulate.py`"),
@@ -78,6 +79,10 @@ PROMISES = (
     _Promise("a worker out of memory is a death", "campaign `control-groups`", (("fault_control-groups", "memory"),)),
     _Promise(
         "a partition is answered for and heals", "campaign `partitions`", (("fault_partitions", ""),),
+    ),
+    _Promise(
+        "a network that loses, delays or slows packets costs no call while another worker holds the shards, and heals",
+        "campaign `lossy-link`", (("fault_lossy-link", ""),),
     ),
     _Promise("workers are replaced one after the other under load", "`tests/fault/test_elastic.py`"),
     _Promise(

@@ -26,6 +26,7 @@ from bench.campaigns.faults import (
     damaged_files,
     failing_calls,
     kills,
+    lossy_link,
     partitions,
     scribblers,
     soak,
@@ -37,7 +38,8 @@ from dflash_moe.cli import options
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    kills, stops, all_dead, crash_loop, partitions, strangers, control_groups, damaged_files, scribblers, failing_calls, soak,
+    kills, stops, all_dead, crash_loop, partitions, lossy_link, strangers, control_groups, damaged_files, scribblers,
+    failing_calls, soak,
 )  # fmt: skip
 CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in MODULES}
 

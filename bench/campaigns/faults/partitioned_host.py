@@ -1,9 +1,12 @@
-"""The host of the campaign of partitions, which runs in a network namespace of its own:
+"""The host of the campaigns `partitions` and `lossy-link`, which runs in a network namespace of its
+own:
 
-    python -m bench.campaigns.faults.partitioned_host MODEL KEY ADDRESS HOST WORKER SIZE SEED
+    python -m bench.campaigns.faults.partitioned_host MODEL KEY ADDRESS SIZE SEED HOST WORKER
+    python -m bench.campaigns.faults.partitioned_host MODEL KEY ADDRESS SIZE SEED ORDERS
 
-HOST and WORKER are the two namespaces, MODEL is a folder for its copy of the weights. It prints a
-line of JSON for each cut, and at last one with the sums.
+MODEL is a folder for its copy of the weights. HOST and WORKER are the two namespaces, whose link is
+cut; ORDERS is the descriptor through which a lossy cable is told how to be. It prints a line of
+JSON for each cut or fault, and at last one with the sums.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,11 +18,13 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bench.campaigns.faults.leftovers import belongings, left_since
 from bench.campaigns.faults.load import ALONE, Load, is_used, make_model, state_of, wait_until
+from bench.campaigns.faults.lossy_cable import FAULTS, WELL, RemoteCable
 from bench.campaigns.faults.two_machines import HOST_LINK, WAYS, TwoMachines
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.model.spec import ModelSpec
@@ -31,6 +36,7 @@ EVERY_PACKET = 3  # ETH_P_ALL of linux/if_ether.h
 CAPTURED_CALLS = 5
 # A short cut ends before the worker is given up after 2 s, a long one does not.
 SHORT_S, LONG_S = (0.3, 1.0), (3.0, 4.0)
+FAULT_S = (3.0, 5.0)
 
 
 class Capture:
@@ -61,10 +67,64 @@ class Capture:
         return b"".join(self._packets)
 
 
-def main(model: str, key: str, address: str, host: str, worker: str, size: str, seed: str) -> None:
+class Link(Protocol):
+    """What is broken and mended again, some way or other."""
+
+    def faults(self, size: int) -> Iterator[tuple[str, str, tuple[float, float]]]:
+        """Returns the phase and the way of each fault, and the bounds of its length in seconds."""
+
+    def cut(self, way: str) -> None:
+        """Breaks it. Raises OSError."""
+
+    def heal(self, way: str) -> dict[str, Any]:
+        """Mends it, and returns what else is known of the fault. Raises OSError."""
+
+
+class CutLink:
+    """The link of two machines, which is cut."""
+
+    def __init__(self, machines: TwoMachines) -> None:
+        self._machines = machines
+        self.cut = machines.cut
+
+    def faults(self, size: int) -> Iterator[tuple[str, str, tuple[float, float]]]:
+        """Returns short cuts and long ones in turn; where `size` is 1, one of all is long."""
+        for number in range(size):
+            for way in WAYS:
+                is_long = number % 2 == 1 or (size == 1 and way == "both")
+                yield ("until lost", way, LONG_S) if is_long else ("short", way, SHORT_S)
+
+    def heal(self, way: str) -> dict[str, Any]:
+        """Undoes `cut`."""
+        self._machines.heal(way)
+        return {}
+
+
+class LossyLink:
+    """A cable that loses packets, or delays them, or takes few at a time."""
+
+    def __init__(self, cable: RemoteCable) -> None:
+        self._cable = cable
+
+    def faults(self, size: int) -> Iterator[tuple[str, str, tuple[float, float]]]:
+        """Returns each of the faults `size` times."""
+        for _ in range(size):
+            for way in FAULTS:
+                yield "lossy", way, FAULT_S
+
+    def cut(self, way: str) -> None:
+        """Makes the cable one of FAULTS."""
+        self._cable.become(*FAULTS[way])
+
+    def heal(self, _way: str) -> dict[str, Any]:
+        """Makes it well, and returns the packets that passed and that did not."""
+        return self._cable.become(WELL, WELL)
+
+
+def main(model: str, key: str, address: str, size: str, seed: str, *where: str) -> None:
     """Does what the module text says."""
+    link: Link = CutLink(TwoMachines((where[0], where[1]))) if len(where) > 1 else LossyLink(RemoteCable(int(where[0])))
     spec = make_model(Path(model))
-    machines = TwoMachines((host, worker))
     drawn = random.Random(f"partitions {seed}")
     before = belongings()
     sums = _captured(spec, key, address)
@@ -72,9 +132,8 @@ def main(model: str, key: str, address: str, host: str, worker: str, size: str, 
     with ExpertRuntime.start(_topology(address, is_alone=False), model=spec, **settings) as runtime:
         load = Load.quiet(runtime, seed=int(seed))
         with load.running(seed=int(seed)):
-            for number in range(int(size)):
-                for way in WAYS:
-                    _say(_cut_once(machines, way, drawn, load, is_long=number % 2 == 1 or size == "1" and way == "both"))
+            for phase, way, length_s in link.faults(int(size)):
+                _say({"phase": phase, "way": way} | _break_once(link, way, drawn, load, drawn.uniform(*length_s)))
         totals = runtime.stats()["totals"]
     sums |= {"calls": load.calls, "failed_calls": load.failed, "wrong_results": load.wrong, "hedges": totals["hedges"]}
     _say(
@@ -111,24 +170,26 @@ def _captured(spec: ModelSpec, key: str, address: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cut_once(machines: TwoMachines, way: str, drawn: random.Random, load: Load, *, is_long: bool) -> dict[str, Any]:
+def _break_once(link: Link, way: str, drawn: random.Random, load: Load, length_s: float) -> dict[str, Any]:
     runtime = load.runtime
-    deaths = state_of(runtime, "far").deaths
+    before, deaths = runtime.stats()["totals"], state_of(runtime, "far").deaths
     time.sleep(drawn.random() * 0.02)
     load.take_worst_s()
-    machines.cut(way)
-    length_s = drawn.uniform(*(LONG_S if is_long else SHORT_S))
+    calls = load.calls
+    link.cut(way)
     time.sleep(length_s)
-    stall_s = load.take_worst_s()
-    machines.heal(way)
+    stall_s, calls = load.take_worst_s(), load.calls - calls
+    known = link.heal(way)
     began = time.monotonic()
 
     is_healed = wait_until(is_used(runtime, "far"), every_s=0.005)
     healed_s = time.monotonic() - began
+    totals = runtime.stats()["totals"]
+    counted = {name: totals[name] - before[name] for name in ("hedges", "failovers")}
     return {
-        "at_s": time.monotonic(), "phase": "until lost" if is_long else "short", "way": way, "cut_s": length_s,
-        "stall_ms": 1e3 * stall_s, "healed_s": healed_s, "deaths": state_of(runtime, "far").deaths - deaths,
-        "failed_calls": load.failed, "wrong_results": load.wrong, "verdict": "healed" if is_healed else "away",
+        "at_s": time.monotonic(), "cut_s": length_s, "stall_ms": 1e3 * stall_s, "healed_s": healed_s,
+        "deaths": state_of(runtime, "far").deaths - deaths, "calls_meanwhile": calls, **counted,
+        "failed_calls": load.failed, "wrong_results": load.wrong, "verdict": "healed" if is_healed else "away", **known,
     }  # fmt: skip
 
 

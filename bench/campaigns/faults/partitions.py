@@ -31,60 +31,74 @@ SERVED_GOAL_MS, HEALED_GOAL_S = 400.0, 2.0
 
 def run(given: Run) -> None:
     """Cuts the link `given.size` times in each of four ways."""
-    spec = make_model(given.folder / "model")
-    key = given.folder / "shared.key"
-    write_key_file(key)
     machines = TwoMachines()
     try:
         if reason := machines.make():
             raise OSError(reason)
-        prefix = machines.within(machines.worker)
-        listen = f"tcp://{WORKER_ADDRESS}:0"
-        with worker_by_hand(spec, given.folder, listen, "--key-file", str(key), prefix=prefix) as worker:
-            host = [*machines.within(machines.host), sys.executable, "-m", "bench.campaigns.faults.partitioned_host"]
-            arguments = [
-                str(given.folder / "copy"),
-                str(key),
-                worker.address,
-                machines.host,
-                machines.worker,
-                str(given.size),
-                str(given.seed),
-            ]
-            limit_s = STARTING_S + SECONDS_PER_CUT * len(WAYS) * given.size
-            done = subprocess.run(
-                [*host, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False
-            )  # fmt: skip
-        if done.returncode != 0:
-            raise OSError(f"the host in its namespace ended with status {done.returncode}")
+        events, found = between(given, machines, len(WAYS), machines.host, machines.worker)
     finally:
         machines.close()
+    _judge(given, events, found)
+
+
+def between(
+    given: Run, machines: TwoMachines, num_ways: int, *where: str, descriptors: tuple[int, ...] = ()
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Runs a worker on one machine and the host on the other, which finds `where` it breaks the
+    network in each of so many ways and inherits `descriptors`. Notes what it says of each fault,
+    and returns all of that and the sums at its end. Raises OSError where the host fails.
+    """
+    spec = make_model(given.folder / "model")
+    key = given.folder / "shared.key"
+    write_key_file(key)
+    prefix = machines.within(machines.worker)
+    listen = f"tcp://{WORKER_ADDRESS}:0"
+    with worker_by_hand(spec, given.folder, listen, "--key-file", str(key), prefix=prefix) as worker:
+        host = [*machines.within(machines.host), sys.executable, "-m", "bench.campaigns.faults.partitioned_host"]
+        arguments = [str(given.folder / "copy"), str(key), worker.address, str(given.size), str(given.seed), *where]
+        limit_s = STARTING_S + SECONDS_PER_CUT * num_ways * given.size
+        done = subprocess.run(
+            [*host, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False,
+            pass_fds=descriptors,
+        )  # fmt: skip
+    if done.returncode != 0:
+        raise OSError(f"the host in its namespace ended with status {done.returncode}")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     for one in lines[:-1]:
         # The monotonic clock is that of all processes.
         given.event(**one | {"at_s": round(one["at_s"] - given.began, 3)})
-    _judge(given, lines[:-1], lines[-1])
+    return lines[:-1], lines[-1]
 
 
-def _judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> None:
+def judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    """Notes what must hold however the network is broken, and the times beside their goals."""
     for what in ("failed_calls", "wrong_results", "known_rows_seen", "left_processes", "left_descriptors", "left_threads"):
         given.claim(what.replace("_", " "), found[what], at_most=0)
-    lasting = [one for one in events if one["phase"] == "until lost"]
-    given.claim("long cuts that nobody noticed", sum(one["deaths"] == 0 for one in lasting), at_most=0)
     given.claim("not healed", sum(one["verdict"] != "healed" for one in events), at_most=0)
     given.claim("captured bytes", found["captured_bytes"], at_least=found["sent_bytes"])
     given.goal("served, ms", max(one["stall_ms"] for one in events), at_most=SERVED_GOAL_MS)
     given.goal("healed, s", max(one["healed_s"] for one in events), at_most=HEALED_GOAL_S)
+
+
+def fault_row(given: Run, name: str, count: str, chosen: list[dict[str, Any]], **fields: Any) -> None:
+    """Adds a row of the faults of one kind, of which `count` is the name."""
+    stalls_s = [one["stall_ms"] / 1e3 for one in chosen]
+    healed_s = [one["healed_s"] for one in chosen]
+    given.row(
+        name, stalls_s, **{count: len(chosen)}, **fields, **spread("stall", stalls_s),
+        **spread("healed", healed_s, unit_ms=False), healed_samples_s=healed_s,
+    )  # fmt: skip
+
+
+def _judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    judge(given, events, found)
+    lasting = [one for one in events if one["phase"] == "until lost"]
+    given.claim("long cuts that nobody noticed", sum(one["deaths"] == 0 for one in lasting), at_most=0)
     for way in WAYS:
         for length in ("short", "until lost"):
             chosen = [one for one in events if one["way"] == way and one["phase"] == length]
             if chosen:
-                stalls_s = [one["stall_ms"] / 1e3 for one in chosen]
-                healed_s = [one["healed_s"] for one in chosen]
-                given.row(
-                    f"{way}, {length}", stalls_s, cuts=len(chosen), **spread("stall", stalls_s),
-                    **spread("healed", healed_s, unit_ms=False), healed_samples_s=healed_s,
-                )  # fmt: skip
+                fault_row(given, f"{way}, {length}", "cuts", chosen)
     given.row("all", **found)
 
 

@@ -1,5 +1,5 @@
-"""Two network namespaces with one link between them, as two machines with one cable that can be
-cut, in both directions or in one. It needs root and `ip`.
+"""Two network namespaces as two machines, and one cable between them that can be cut, in both
+directions or in one. It needs root and `ip`. (lossy_cable.py has another cable for them.)
 
 A direction is cut by the sender's neighbour table: frames to an address that nobody has are dropped
 by the other end without a word, as a network does. So no packet filter is needed.
@@ -26,21 +26,36 @@ class TwoMachines:
     def __init__(self, names: tuple[str, str] | None = None) -> None:
         self.host, self.worker = names or (f"dflash{os.getpid()}h", f"dflash{os.getpid()}w")
 
-    def make(self) -> str:
-        """Returns why they cannot be made, empty where they were."""
+    def make(self, *, has_link: bool = True) -> str:
+        """Returns why they cannot be made, empty where they were. Without `has_link` nothing joins
+        them yet.
+        """
         if shutil.which("ip") is None:
             return "there is no `ip` (package iproute2)"
+        link = [f"-n {self.host} link add {HOST_LINK} type veth peer name {WORKER_LINK} netns {self.worker}"]
+        link += [command for end in self.ends() for command in _plugged(*end)]
         for command in (
             f"netns add {self.host}", f"netns add {self.worker}",
-            f"-n {self.host} link add {HOST_LINK} type veth peer name {WORKER_LINK} netns {self.worker}",
-            f"-n {self.host} addr add {HOST_ADDRESS}/30 dev {HOST_LINK}",
-            f"-n {self.worker} addr add {WORKER_ADDRESS}/30 dev {WORKER_LINK}",
-            f"-n {self.host} link set {HOST_LINK} up", f"-n {self.worker} link set {WORKER_LINK} up",
             f"-n {self.host} link set lo up", f"-n {self.worker} link set lo up",
+            *(link if has_link else []),
         ):  # fmt: skip
             if reason := _ip(command):
                 return reason
         return ""
+
+    def ends(self) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+        """Returns the two ends of the cable, the host's first: namespace, name of the link there,
+        and its address.
+        """
+        return (self.host, HOST_LINK, HOST_ADDRESS), (self.worker, WORKER_LINK, WORKER_ADDRESS)
+
+    def plug_in(self, device: str, end: tuple[str, str, str]) -> None:
+        """Makes a network device of this process's namespace the link at an end. Raises OSError
+        with what `ip` said.
+        """
+        namespace, link, _ = end
+        for command in (f"link set {device} netns {namespace} name {link}", *_plugged(*end)):
+            self._do(command)
 
     def cut(self, way: str) -> None:
         """Cuts the link in one of WAYS. Raises OSError with what `ip` said."""
@@ -73,6 +88,10 @@ class TwoMachines:
     def _do(self, command: str) -> None:
         if reason := _ip(command):
             raise OSError(reason)
+
+
+def _plugged(namespace: str, link: str, address: str) -> tuple[str, str]:
+    return f"-n {namespace} addr add {address}/30 dev {link}", f"-n {namespace} link set {link} up"
 
 
 def _ip(command: str) -> str:
