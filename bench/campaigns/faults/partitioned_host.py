@@ -184,6 +184,8 @@ def _break_once(link: Link, way: str, drawn: random.Random, load: Load, length_s
 
     is_healed = wait_until(is_used(runtime, "far"), every_s=0.005)
     healed_s = time.monotonic() - began
+    # A call that the fault held up to its end has ended only now.
+    stall_s = max(stall_s, load.take_worst_s())
     totals = runtime.stats()["totals"]
     counted = {name: totals[name] - before[name] for name in ("hedges", "failovers")}
     return {
