@@ -169,7 +169,8 @@ class Connection:
         """Whether something has come that was not received yet, a hang-up included. The thread that
         receives calls it.
         """
-        if self._buffer or self._sock.fileno() < 0:
+        descriptor = self._sock.fileno()  # another thread may close it meanwhile
+        if self._buffer or descriptor < 0:
             return True
         if self._secure is not None:
             # Only taking the first bytes tells a message from records of TLS itself.
@@ -180,7 +181,7 @@ class Connection:
             self._buffer += received or b""
             return received is not None
         poller = select.poll()
-        poller.register(self._sock.fileno(), select.POLLIN)
+        poller.register(descriptor, select.POLLIN)
         return bool(poller.poll(0))
 
     def discard(self) -> None:

@@ -30,6 +30,9 @@ LAST_WORDS_S = 0.1
 BYE_S = 0.2
 # Whoever takes a notice waits so long for its end, and for a thread that reads answers meanwhile.
 NOTICE_S = 0.05
+# So many notices are taken at a time. A worker sends one per shard that changed, and one that talks
+# without end must not hold up the thread that listens to all of them.
+MAX_NOTICES = 4096
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
 
@@ -65,7 +68,8 @@ class Conversation:
     @contextmanager
     def turn(self, doing: str, *, timeout_s: float, limit: str) -> Iterator[Turn]:
         """Gives the block the right to ask, for at most `timeout_s` seconds, which include the wait
-        for other threads. `limit` names the setting that allows more, for the message.
+        for other threads. `limit` names the setting that allows more, for the message. Notices that
+        came along with an answer are taken when the block ends.
 
         Errors: WorkerTimeout that says what the connection is busy with; DflashError in a forked
         child.
@@ -82,7 +86,13 @@ class Conversation:
         try:
             yield Turn(self, doing, deadline, timeout_s, limit)
         finally:
-            self._lock.release()
+            try:
+                # TLS takes whole records off the descriptor, so that nobody who polls that would
+                # see a notice which is left behind in one.
+                if self._connection.is_encrypted:
+                    self._take_notices()
+            finally:
+                self._lock.release()
 
     @property
     def connection(self) -> Connection:
@@ -98,18 +108,13 @@ class Conversation:
                 self._connection.send(message, deadline=time.monotonic() + BYE_S)
 
     def take_notices(self) -> None:
-        """Reads what the worker has said unasked. It never raises, and leaves the reading to
+        """Reads all that the worker has said unasked. It never raises, and leaves the reading to
         another thread that waits for an answer; the connection is readable when this is called.
         """
         if not self._owner.is_here or not self._lock.acquire(timeout=NOTICE_S):
             return
         try:
-            with contextlib.suppress(DflashError):
-                message = self._connection.receive(deadline=time.monotonic() + NOTICE_S, waiting_for="a notice")
-                if isinstance(message, WeightsChanged):
-                    self.on_notice(message)
-                else:
-                    self._discard(message)
+            self._take_notices()
         finally:
             self._lock.release()
 
@@ -125,7 +130,20 @@ class Conversation:
         if self._owner.is_here:
             self._connection.close()
 
-    # A Turn calls the methods from here on, and its thread holds the lock.
+    # The thread that calls the methods from here on holds the lock; a Turn calls most of them.
+
+    def _take_notices(self) -> None:
+        # However many have come, the descriptor may be readable for the first of them alone.
+        until = time.monotonic() + NOTICE_S
+        with contextlib.suppress(DflashError):
+            for _ in range(MAX_NOTICES):
+                if not self._connection.has_news():
+                    return
+                message = self._connection.receive(deadline=until, waiting_for="a notice")
+                if isinstance(message, WeightsChanged):
+                    self.on_notice(message)
+                else:
+                    self._discard(message)
 
     def _ask(self, turn: Turn, message: Message, descriptors: Sequence[int]) -> None:
         while self._num_unanswered:
@@ -142,7 +160,7 @@ class Conversation:
                 for descriptor in self._connection.take_descriptors(stale.num_descriptors):
                     os.close(descriptor)
         if not isinstance(stale, (Listening, Progress)):  # those are not the end of an answer
-            self._num_unanswered -= 1
+            self._num_unanswered = max(0, self._num_unanswered - 1)  # 0 where nobody has asked
 
     def _answer(self, turn: Turn, wanted: type[M]) -> M:
         received = self._receive(turn)

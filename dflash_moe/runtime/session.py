@@ -110,6 +110,8 @@ class HostSession:
         self._buffer_bytes = socket_buffer_bytes or 0
         self._conversation: Conversation | None = None
         self._peer: Peer | None = None
+        # The shards that the worker has loaded in this session, as (layer, shard).
+        self._loaded: set[tuple[int, int]] = set()
         self._session_id = session_id or secrets.token_bytes(SESSION_ID_BYTES)
         # Is told of weights that changed in the worker's memory, from whatever thread reads it.
         self.on_notice: Callable[[WeightsChanged], None] = lambda _notice: None
@@ -210,7 +212,7 @@ class HostSession:
             start_timeout_s=timeout_s,
             scrub_s=scrub_s,
         )
-        with self._turn("answer hello", timeout_s, START_LIMIT) as turn:
+        with self._any_turn("answer hello", timeout_s, START_LIMIT) as turn:
             reply = turn.ask(message, HelloReply)
         require_equal(ours, identity_of(reply), name=self.name)
         if reply.numerics_class not in possible_classes(numerics):
@@ -245,6 +247,7 @@ class HostSession:
                 f"asked was layer {message.layer} shard {message.shard}"
             )
         self._num_loaded = self._num_asked
+        self._loaded.add((message.layer, message.shard))
         self.resident_bytes = loaded.resident_bytes
         return loaded.content_checksum if loaded.is_checked else None
 
@@ -367,9 +370,8 @@ class HostSession:
         return self._relays[role].take_plain()
 
     def _dial(self, turn: Turn, address: Address, role: Role, generation: int, buffer_bytes: int) -> Detached:
-        if self._peer is None:
-            raise ProtocolError(f"worker {self.name}: no session yet")
-        credentials = Credentials(role, self._peer.session_key, self._peer.session_id, generation, self._encryption)
+        peer = self._require_peer()
+        credentials = Credentials(role, peer.session_key, peer.session_id, generation, self._encryption)
         connection, _ = connect_authenticated(
             self.name, address, credentials, deadline=turn.deadline, call_off=self._call_off, buffer_bytes=buffer_bytes
         )
@@ -379,8 +381,8 @@ class HostSession:
             connection.close()
 
     def ask_stats(self, *, timeout_s: float) -> dict[str, int]:
-        """Asks the worker for its own counters and memory. Raises WorkerLost, WorkerTimeout and
-        ProtocolError.
+        """Asks the worker for its own counters and memory. Raises WorkerLost, also as long as it is
+        not greeted, WorkerTimeout and ProtocolError.
         """
         with self._turn("send its counters", timeout_s, "a fixed limit") as turn:
             return dict(turn.ask(StatsRequest(), Stats).counters)
@@ -390,9 +392,10 @@ class HostSession:
         long as the shard is unchecked, and how many of its experts have been read.
 
         Errors: CheckpointError where they cannot be read; UnsupportedError for a worker of a
-        version without content checksums; WorkerLost, WorkerTimeout, ProtocolError.
+        version without content checksums; WorkerLost, also as long as it has not loaded that shard;
+        WorkerTimeout, ProtocolError.
         """
-        if self._peer is None or self._peer.protocol_minor < CHECKSUMS_SINCE:
+        if self._require_holder(layer, shard).protocol_minor < CHECKSUMS_SINCE:
             raise UnsupportedError(
                 f"worker {self.name}: its version of dflash_moe takes no content checksums; install the host's version there"
             )
@@ -407,17 +410,19 @@ class HostSession:
 
     def compute_row(self, question: ComputeRow, *, timeout_s: float) -> bytes | None:
         """Has the worker compute a row beside its data path. Returns its reply, or None where the
-        worker's version cannot be asked. Errors: those with which it refuses; WorkerLost,
-        WorkerTimeout, ProtocolError.
+        worker's version cannot be asked. Errors: those with which it refuses; WorkerLost, also as
+        long as it has not loaded that shard; WorkerTimeout, ProtocolError.
         """
-        if self._peer is None or self._peer.protocol_minor < AUDIT_SINCE:
+        if self._require_holder(question.layer, question.shard).protocol_minor < AUDIT_SINCE:
             return None
         with self._turn(f"compute a row of layer {question.layer}, shard {question.shard}", timeout_s, CALL_LIMIT) as turn:
             return turn.ask(question, RowComputed).row
 
     def take_notices(self) -> None:
-        """Reads what the worker says unasked, once its connection is readable; never raises."""
-        if self._conversation is not None:
+        """Reads what the worker says unasked, once its connection is readable; never raises. What
+        it says before it is greeted belongs to the handshake.
+        """
+        if self._conversation is not None and self.hello is not None:
             self._conversation.take_notices()
 
     def say_bye(self) -> None:
@@ -467,7 +472,30 @@ class HostSession:
         tail = self.started.log.tail() if self.started is not None else ""
         return f"; last lines of its log:\n{tail}" if tail else ""
 
+    def _require_peer(self) -> Peer:
+        """Returns who answers. Raises WorkerLost as long as the worker is not greeted.
+
+        Whoever brings a worker back makes a session with it before the worker answers there, and
+        other threads find that session. A question of theirs would be taken for a part of the
+        handshake, and the worker for one that does not speak this protocol.
+        """
+        if self._peer is None or self.hello is None:
+            raise WorkerLost(f"worker {self.name} is still starting, and answers nothing yet", worker=self.name)
+        return self._peer
+
+    def _require_holder(self, layer: int, shard: int) -> Peer:
+        """Returns who answers for a shard. Raises WorkerLost as long as it is not loaded."""
+        peer = self._require_peer()
+        if (layer, shard) not in self._loaded:
+            text = f"worker {self.name} is still starting, and has not loaded layer {layer}, shard {shard}"
+            raise WorkerLost(text, worker=self.name)
+        return peer
+
     def _turn(self, doing: str, timeout_s: float, limit: str) -> AbstractContextManager[Turn]:
+        self._require_peer()
+        return self._any_turn(doing, timeout_s, limit)
+
+    def _any_turn(self, doing: str, timeout_s: float, limit: str) -> AbstractContextManager[Turn]:
         if self._conversation is None:
             raise ProtocolError(f"worker {self.name}: not connected")
         return self._conversation.turn(doing, timeout_s=timeout_s, limit=limit)

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dflash_moe.errors import CheckpointError, WorkerError
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.runtime.golden import GoldenRows
+from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import StartWorker, wait_until
@@ -179,3 +181,33 @@ def test_a_flipped_bit_is_refused_by_who_maps_the_file_and_the_worker_goes_on_on
                 stream.write(whole)
             assert np.array_equal(call(runtime, 64), right)
         assert [one.pid for one in runtime.worker_processes()] == [one.pid for one in before]
+
+
+def test_a_worker_that_comes_back_while_the_other_one_still_starts_is_not_blamed_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    with start(spec, "weights_layout: mapped", "weights_layout: mapped", park_s=BACK_S) as runtime:
+        right = call(runtime)
+        assert wait_until(lambda: is_checked(runtime), BACK_S)
+        loaded, held = runtime._placed.fleet.shards, runtime._placed.held
+        w0_is_back, connect = threading.Event(), HostSession.connect
+
+        def connect_late(session: HostSession, *, timeout_s: float) -> None:
+            if session.name == "w1":
+                w0_is_back.wait(BACK_S)
+            connect(session, timeout_s=timeout_s)
+
+        monkeypatch.setattr(HostSession, "connect", connect_late)
+        os.utime(tmp_path / "ours" / "model.safetensors")
+        for one in held["w1"]:  # as if it had been lost before its reader was through
+            loaded._contents.note(one, "w1", None)
+        kill(runtime, "w1")
+        kill(runtime, "w0")
+        left = lambda: {one.state for one in runtime.workers() if one.name == "w0" and one.deaths}  # noqa: E731
+        assert wait_until(lambda: left() & {"ready", "quarantined"}, BACK_S)
+        w0_is_back.set()
+        assert left() == {"ready"}, runtime.workers()
+        assert wait_until(lambda: is_ready(runtime, "w1"), BACK_S)
+        assert is_checked(runtime)
+        assert np.array_equal(call(runtime), right)

@@ -16,16 +16,36 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_moe.errors import DflashError, ProtocolError, WorkerTimeout
+from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import authenticate_host
 from dflash_moe.protocol.framing import Connection, PeerGone
-from dflash_moe.protocol.messages import LoadShard, Progress, ShardLoaded, Stats, StatsRequest, compress_experts
+from dflash_moe.protocol.identity import CAPABILITIES, local_identity
+from dflash_moe.protocol.messages import (
+    Checksum,
+    ChecksumRequest,
+    ComputeRow,
+    Hello,
+    HelloReply,
+    LoadShard,
+    Progress,
+    RowComputed,
+    ShardLoaded,
+    Stats,
+    StatsRequest,
+    compress_experts,
+)
 from dflash_moe.protocol.schema import Message
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology.addresses import Address
 
 KEY = b"k" * 32
 WAIT_S = 30.0
+OURS = local_identity("w0", "model")
+HELLO_REPLY = HelloReply(
+    package_version="1", worker="w0", numerics_class="f32-canonical", model_fingerprint=OURS.model_fingerprint,
+    wire_limits=dict(OURS.wire_limits), dtypes=OURS.dtypes, capabilities=CAPABILITIES, isa="scalar", threads=1, pid=1,
+    memory_available=0,
+)  # fmt: skip
 
 
 class Puppet:
@@ -37,6 +57,14 @@ class Puppet:
 
     def authenticate(self) -> None:
         authenticate_host(self.connection, key_for=lambda _: KEY, deadline=time.monotonic() + WAIT_S)
+
+    def welcome(self) -> None:
+        self.authenticate()
+        self.answer_hello()
+
+    def answer_hello(self) -> None:
+        assert isinstance(self.takes(), Hello)
+        self.says(HELLO_REPLY)
 
     def does(self, act: Callable[[], None]) -> None:
         """Acts in a thread of its own until the host hangs up."""
@@ -62,8 +90,14 @@ class Puppet:
         self.connection.close()
 
 
+def greet(session: HostSession) -> None:
+    session.greet(
+        OURS, numerics="f32-canonical", threads=1, spin_ns=0, slowdown=1.0, isa="scalar", timeout_s=WAIT_S
+    )  # fmt: skip
+
+
 @pytest.fixture
-def worker() -> Iterator[tuple[HostSession, Puppet]]:
+def starting() -> Iterator[tuple[HostSession, Puppet]]:
     ours, theirs = socket.socketpair()
     started = SimpleNamespace(
         control=ours, key=KEY, process=SimpleNamespace(pid=0), log=SimpleNamespace(tail=lambda: ""),
@@ -71,13 +105,20 @@ def worker() -> Iterator[tuple[HostSession, Puppet]]:
     )  # fmt: skip
     session = HostSession("w0", Address("shared"), started=started, key=None)
     puppet = Puppet(theirs)
-    puppet.does(puppet.authenticate)
-    session.connect(timeout_s=WAIT_S)
-    assert puppet._thread is not None
-    puppet._thread.join(WAIT_S)
     yield session, puppet
     session.close(seconds=0.0)
     puppet.end()
+
+
+@pytest.fixture
+def worker(starting: tuple[HostSession, Puppet]) -> tuple[HostSession, Puppet]:
+    session, puppet = starting
+    puppet.does(puppet.welcome)
+    session.connect(timeout_s=WAIT_S)
+    greet(session)
+    assert puppet._thread is not None
+    puppet._thread.join(WAIT_S)
+    return session, puppet
 
 
 def shard(num_experts: int) -> LoadShard:
@@ -85,6 +126,88 @@ def shard(num_experts: int) -> LoadShard:
         layer=0, shard=0, name="layers.0", ffn={}, weight_dtype="f32", weights_fingerprint=1, numerics="f32-canonical",
         expert_ranges=compress_experts(tuple(range(num_experts))),
     )  # fmt: skip
+
+
+def row(num: int) -> ComputeRow:
+    return ComputeRow(
+        layer=0, shard=num, row=b"", row_dtype="f32", local_expert_ids=(0,), weights=b"", reply_dtype="f32"
+    )  # fmt: skip
+
+
+def refuse_questions(session: HostSession) -> None:
+    """What other threads ask is refused at once, as a loss, and nothing of it is sent."""
+    began = time.monotonic()
+    for ask in (
+        lambda: session.ask_stats(timeout_s=WAIT_S),
+        lambda: session.ask_checksum(0, 0, timeout_s=WAIT_S),
+        lambda: session.compute_row(row(0), timeout_s=WAIT_S),
+        lambda: session.load(shard(1), timeout_s=WAIT_S),
+    ):
+        with pytest.raises(WorkerLost, match="worker w0 is still starting, and answers nothing yet"):
+            ask()
+    assert time.monotonic() - began < WAIT_S
+
+
+def test_questions_while_a_worker_starts_are_refused_as_a_loss_and_do_not_disturb_it(
+    starting: tuple[HostSession, Puppet],
+) -> None:
+    session, puppet = starting
+    refuse_questions(session)  # it is not dialled yet
+    failures: list[DflashError] = []
+
+    def connect() -> None:
+        try:
+            session.connect(timeout_s=WAIT_S)
+        except DflashError as error:
+            failures.append(error)
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    puppet.connection.await_byte(deadline=time.monotonic() + WAIT_S, waiting_for="the opening")
+    refuse_questions(session)
+    puppet.authenticate()
+    connecting.join(WAIT_S)
+    assert not failures
+    refuse_questions(session)  # it has not said hello
+    puppet.says(HELLO_REPLY)
+    session.take_notices()  # that answer belongs to whoever greets
+    greet(session)
+    assert isinstance(puppet.takes(), Hello)
+    puppet.does(lambda: (puppet.takes(), puppet.says(Stats(counters={"calls": 1})))[1])
+    assert session.ask_stats(timeout_s=WAIT_S) == {"calls": 1}
+
+
+def test_a_start_ends_when_somebody_hangs_up_in_its_handshake(starting: tuple[HostSession, Puppet]) -> None:
+    session, puppet = starting
+    connecting = threading.Thread(target=lambda: pytest.raises(WorkerLost, session.connect, timeout_s=WAIT_S))
+    connecting.start()
+    puppet.connection.await_byte(deadline=time.monotonic() + WAIT_S, waiting_for="the opening")
+    session.hang_up()
+    connecting.join(WAIT_S)
+    assert not connecting.is_alive()
+
+
+def test_a_worker_is_asked_about_a_shard_once_it_has_loaded_it(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+    for ask in (
+        lambda: session.ask_checksum(0, 0, timeout_s=WAIT_S),
+        lambda: session.compute_row(row(0), timeout_s=WAIT_S),
+    ):
+        with pytest.raises(WorkerLost, match="worker w0 is still starting, and has not loaded layer 0, shard 0"):
+            ask()
+
+    def serve() -> None:
+        assert isinstance(puppet.takes(), LoadShard)
+        puppet.says(ShardLoaded(layer=0, shard=0, resident_bytes=1))
+        assert isinstance(puppet.takes(), ChecksumRequest)
+        puppet.says(Checksum(layer=0, shard=0, num_read=1, is_checked=True, content_checksum=7))
+        assert isinstance(puppet.takes(), ComputeRow)
+        puppet.says(RowComputed(layer=0, shard=0, row=b"1234"))
+
+    puppet.does(serve)
+    session.load(shard(1), timeout_s=WAIT_S)
+    assert session.ask_checksum(0, 0, timeout_s=WAIT_S) == (7, 1)
+    assert session.compute_row(row(0), timeout_s=WAIT_S) == b"1234"
 
 
 def test_progress_beyond_what_was_asked_for_does_not_renew_the_deadline(worker: tuple[HostSession, Puppet]) -> None:
