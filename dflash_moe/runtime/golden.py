@@ -128,7 +128,8 @@ class GoldenRows:
             if computes and num_bytes <= self._left_bytes:
                 self._left_bytes -= num_bytes
                 computed = self._twin.compute(held, question)
-            elif computes:
+            if computes and computed is None and not self._twin.failure:
+                # It was not to be computed now, or could not be for a while.
                 self.unproven.append(Unproven(held, question, reply, holder))
             found = Answer(computed, HOST) if computed is not None else Answer(reply, f"worker {holder}")
             self._known[key] = found

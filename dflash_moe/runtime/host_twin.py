@@ -7,16 +7,20 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
-from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_store import ExpertStore
+from dflash_moe.model.refusals import in_one_line
+from dflash_moe.runtime.spaced_log import SpacedLog
 from dflash_moe.topology.numerics import CLASSES
 
 if TYPE_CHECKING:
@@ -27,6 +31,26 @@ log = logging.getLogger(__name__)
 
 # A readable definition of every class whose bits are nobody's own (csrc/compute/reference).
 REFERENCE = "reference"
+
+# What the system may lack now and have again a moment later.
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Says whether the system lacked descriptors or memory, of which there may be enough again
+    later, so that the error says nothing about a checkpoint.
+    """
+    if isinstance(error, DflashError) and error.code in ("system", "out_of_memory"):
+        return True
+    # The loader's own errors carry the system's words alone.
+    if isinstance(error, CheckpointError) and str(error).endswith(tuple(f": {os.strerror(one)}" for one in _LACKS)):
+        return True
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _LACKS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 class HostTwin:
@@ -44,8 +68,11 @@ class HostTwin:
         self._store: ExpertStore | None = None
         # Names of what is loaded; they need to be unlike, and mean nothing.
         self._names = itertools.count(1)
-        # Why this host cannot compute anything, empty where it can.
+        # Why this host cannot compute anything, now or later, empty where it can.
         self.failure = ""
+        # Why it could not compute the last row, although it may compute the next one.
+        self.setback = ""
+        self._setbacks = SpacedLog(log)
 
     def computes(self, held: HeldShard) -> bool:
         """Says whether the twin's bits for this shard are those of every holder of its class."""
@@ -53,32 +80,47 @@ class HostTwin:
         return is_reference and held.numerics in self._classes and not self.failure
 
     def compute(self, held: HeldShard, question: RowQuestion) -> bytes | None:
-        """Returns the reply to a row, or None where this host has not the weights. Errors are those
-        of a worker that computes.
+        """Returns the reply to a row, or None where this host has not the weights (`failure`), or
+        lacks descriptors or memory at this time (`setback`). Errors are those of a worker that
+        computes.
         """
         local = sorted(set(question.local_expert_ids))
         experts = tuple(held.experts[one] for one in local)
         with self._lock:
+            loan = None
             try:
                 store, checkpoint = self._opened()
                 loan = store.load(
                     checkpoint, held.layer.ffn, experts, name=f"{held.layer.name}, shard {held.shard_id}",
                     weight_dtype=held.weight_dtype, weights_fingerprint=next(self._names), numerics=held.numerics,
                 )  # fmt: skip
-            except (CheckpointError, UnsupportedError) as error:
-                # It has only a stub of the weights, say, or the files are another machine's.
-                self.failure = str(error)
-                log.info("this host cannot compute what its workers do: %s", self.failure)
-                return None
-            try:
-                return loan.compute_rows(
+                computed = loan.compute_rows(
                     question.row, question.row_dtype, row_counts=[len(question.local_expert_ids)],
                     local_expert_ids=[local.index(one) for one in question.local_expert_ids], weights=question.weights,
                     reply_dtype=question.reply_dtype,
                 )  # fmt: skip
+            except (DflashError, OSError, MemoryError) as error:
+                if is_passing(error):
+                    self._set_back(error)
+                elif loan is None and isinstance(error, (CheckpointError, UnsupportedError)):
+                    # It has only a stub of the weights, say, or the files are another machine's.
+                    self.failure = str(error)
+                    log.info("this host cannot compute what its workers do: %s", self.failure)
+                else:
+                    raise
+                return None
             finally:
-                loan.give_back()
-                store.drop_unborrowed()
+                if loan is not None:
+                    loan.give_back()
+                    store.drop_unborrowed()
+            self.setback = ""
+            return computed
+
+    def _set_back(self, error: BaseException) -> None:
+        self.setback = in_one_line(error)
+        # Nothing is kept that was found with half of the files unread.
+        self._checkpoint = self._store = None
+        self._setbacks.warning("this host cannot compute what its workers do at this time: %s", self.setback)
 
     def close(self) -> None:
         """Lets go of the checkpoint's files; never raises. A later row opens them again."""
