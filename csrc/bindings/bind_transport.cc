@@ -236,6 +236,7 @@ void bind_tap(py::module_& module) {
       .def(py::init([] { return unwrap(transport::Tap::create()); }))
       .def("arm", &transport::Tap::arm, py::arg("num_skipped"), py::arg("num_exchanges"),
            py::arg("max_bytes"))
+      .def_property_readonly("is_spent", &transport::Tap::is_spent)
       .def("fileno", &transport::Tap::fd)
       .def("take", [](transport::Tap& self) {
         py::list taken;

@@ -22,8 +22,7 @@ Result<std::shared_ptr<Tap>> Tap::create() {
 void Tap::arm(uint32_t num_skipped, uint32_t num_exchanges, uint64_t max_bytes) {
   const std::lock_guard lock(mutex_);
   num_skipped_ = num_skipped;
-  room_bytes_ = max_bytes;
-  taken_.clear();
+  max_bytes_ = room_bytes_ = max_bytes;
   num_wanted_.store(num_exchanges, std::memory_order_relaxed);
 }
 
@@ -35,18 +34,25 @@ bool Tap::wants(uint64_t num_bytes) {
     --num_skipped_;
     return false;
   }
-  if (num_bytes > room_bytes_) return false;
-  room_bytes_ -= num_bytes;
-  num_wanted_.store(wanted - 1, std::memory_order_relaxed);
-  return true;
+  // A request that no burst has room for ends none, or smaller ones would not get their turn.
+  if (num_bytes > max_bytes_) return false;
+  const bool fits = num_bytes <= room_bytes_;
+  if (fits) room_bytes_ -= num_bytes;
+  num_wanted_.store(fits ? wanted - 1 : 0, std::memory_order_relaxed);
+  if (!fits || wanted == 1) ring();
+  return fits;
 }
 
 void Tap::put(TappedExchange exchange) {
-  const uint64_t one = 1;
   {
     const std::lock_guard lock(mutex_);
     taken_.push_back(std::move(exchange));
   }
+  ring();
+}
+
+void Tap::ring() {
+  const uint64_t one = 1;
   // A counter that is full keeps the descriptor readable, which is all that is asked of it.
   static_cast<void>(!::write(fd_.get(), &one, sizeof one));
 }

@@ -27,12 +27,16 @@ class Tap {
   static Result<std::shared_ptr<Tap>> create();
 
   // Has the next `num_exchanges` exchanges of its channels copied, after `num_skipped` that are
-  // not. Their requests may have up to `max_bytes` together; one that would go beyond is left out.
-  // Forgets what was copied before.
+  // not. Their requests may have up to `max_bytes` together: the first that would go beyond ends
+  // the burst, and one that alone has more is left out. A request counts when it is sent, whether
+  // its reply ever comes or not. What was copied before stays until it is taken.
   void arm(uint32_t num_skipped, uint32_t num_exchanges, uint64_t max_bytes);
   // The copies whose replies have come, oldest first, which the caller has from now on.
   std::vector<TappedExchange> take();
-  // Readable while there are copies to take; the tap's own.
+  // Says that the last request of a burst was sent, so that nothing more is copied until the next
+  // `arm`. Replies to it may still come, and are copied.
+  bool is_spent() const { return !is_armed(); }
+  // Readable while there are copies to take, and when a burst was spent; the tap's own.
   int fd() const { return fd_.get(); }
 
  private:
@@ -42,12 +46,13 @@ class Tap {
   // Returns whether this request is one to copy.
   bool wants(uint64_t num_bytes);
   void put(TappedExchange exchange);
+  void ring();
 
   const OwnedFd fd_;
   std::atomic<uint32_t> num_wanted_{0};  // a hint outside of mutex_, which guards the rest
   std::mutex mutex_;
   uint32_t num_skipped_ = 0;
-  uint64_t room_bytes_ = 0;
+  uint64_t max_bytes_ = 0, room_bytes_ = 0;
   std::vector<TappedExchange> taken_;
 };
 

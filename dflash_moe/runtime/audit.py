@@ -18,16 +18,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError
+from dflash_moe.model.refusals import in_one_line
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.runtime.host_twin import REFERENCE, HostTwin
 from dflash_moe.runtime.row_questions import ExchangedRow, RowQuestion, difference, exchanged_rows
+from dflash_moe.runtime.spaced_log import SpacedLog
 
 if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import Fleet
@@ -44,6 +46,8 @@ ROWS_OF_AN_EXCHANGE = 128
 MOST_SKIPPED = 1024
 # The thread ends within the computation of a row.
 STOP_S = 5.0
+# After it could not even wait for copies, the thread tries again so much later.
+AGAIN_S = 1.0
 # Two changes of weights in memory within this time are bad memory and no accident.
 DAY_S = 86_400.0
 
@@ -58,8 +62,6 @@ class Outvote(Protocol):
 class _Watched:
     """What the audit knows of one worker."""
 
-    num_left: int = 0
-    num_bytes: int = 0
     audited_rows: int = 0
     mismatches: int = 0
     # When a row or a pass of the audit last found it right, by the clock of time.time().
@@ -92,6 +94,8 @@ class Audit:
         self._rows: deque[tuple[str, ExchangedRow]] = deque()
         self._num_host_mismatches = 0
         self._num_undecided = 0
+        self._failure = ""
+        self._troubles = SpacedLog(log)
         self._lock = threading.Lock()
         self._is_started = False
         self._is_over = threading.Event()
@@ -140,6 +144,8 @@ class Audit:
         """Returns `audited_rows`, `mismatches`, those in which this host itself was `host_wrong` or
         nobody could tell (`undecided`), `golden_rows`, and by worker its rows, mismatches, weights
         found changed, when it was last found right (seconds since 1970), and why it is skipped.
+        `failure` says what keeps rows of all workers from being computed again, empty where nothing
+        does.
         """
         workers = {
             name: {
@@ -156,6 +162,7 @@ class Audit:
             "undecided": self._num_undecided,
             "golden_rows": self._fleet.shards.golden.num_compared,
             "golden_mismatches": self._fleet.shards.golden.num_mismatches,
+            "failure": self._failure,
             "workers": workers,
         }
 
@@ -189,19 +196,18 @@ class Audit:
     def _watch(self, name: str, channel: _core.Channel) -> _core.Channel:
         """Returns a channel to another process that the audit sees."""
         with self._lock:
-            one = self._of(name)
+            self._of(name)
             tap = self._taps.get(name)
             if tap is None:
                 tap = self._taps[name] = _core.Tap()
-                self._arm(one, tap, num_skipped=0)
+                self._arm(tap, num_skipped=0)
         if self._is_started:
             self._begin()
         # The thread has to look at the copies of a worker that was added.
         self._ring()
         return _core.make_tapped(channel, tap)
 
-    def _arm(self, one: _Watched, tap: _core.Tap, *, num_skipped: int) -> None:
-        one.num_left, one.num_bytes = BURST_EXCHANGES, 0
+    def _arm(self, tap: _core.Tap, *, num_skipped: int) -> None:
         tap.arm(num_skipped, BURST_EXCHANGES, BURST_BYTES)
 
     def _ring(self) -> None:
@@ -212,20 +218,29 @@ class Audit:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                began = time.monotonic()
-                if not self._audit_next():
-                    self._await_copies()
-                    continue
-                # Another thread reads the weights, whose processor time counts too.
-                used = time.monotonic() - began
-            except Exception:
-                if self._is_over.is_set():
-                    return
+        try:
+            while not self._is_over.is_set():
+                self._step()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, stats() has to tell it
+            if not self._is_over.is_set():
+                self._failure = f"the thread of the audit has ended: {_in_words(error)}"
                 log.exception("the audit failed, and ends")
-                return
+
+    def _step(self) -> None:
+        """Computes one row again and pauses, or where there is none sleeps until copies come."""
+        began = time.monotonic()
+        if self._audit_next():
+            # Another thread reads the weights, whose processor time counts too.
+            used = time.monotonic() - began
             self._is_over.wait(used / self._cpu - used)
+            return
+        try:
+            self._await_copies()
+            self._failure = ""
+        except Exception as error:  # noqa: BLE001 - the audit outlives whatever it is
+            self._failure = f"copies cannot be waited for: {_in_words(error)}"
+            self._troubles.exception("the audit could not wait for copies, and tries again")
+            self._is_over.wait(AGAIN_S)
 
     def _await_copies(self) -> None:
         """Sleeps until an exchange was copied, and takes the rows of all that are there."""
@@ -244,15 +259,14 @@ class Audit:
                 self._take(name, tap)
 
     def _take(self, name: str, tap: _core.Tap) -> None:
-        with self._lock:
-            one = self._of(name)
         for request, reply in tap.take():
-            one.num_left -= 1
-            one.num_bytes += len(request)
             first = self._rng.randrange(1 << 16)
-            self._rows.extend((name, row) for row in self._rows_of(request, reply, first))
-        if one.num_left <= 0 or one.num_bytes >= BURST_BYTES // 2:
-            self._arm(one, tap, num_skipped=self._rng.randrange(MOST_SKIPPED))
+            with self._dropping(name):
+                self._rows.extend((name, row) for row in self._rows_of(request, reply, first))
+        # A worker that dies, or an attempt that another one has overtaken, never answers some of
+        # what was sent. So what was sent counts, and not what came back.
+        if tap.is_spent:
+            self._arm(tap, num_skipped=self._rng.randrange(MOST_SKIPPED))
 
     def _rows_of(self, request: bytes, reply: bytes, first: int) -> Iterator[ExchangedRow]:
         yield from exchanged_rows(request, reply, first=first, at_most=ROWS_OF_AN_EXCHANGE)
@@ -261,15 +275,28 @@ class Audit:
         """Computes one row again; returns whether there was one."""
         with suppress(IndexError):
             golden = self._fleet.shards.golden.unproven.popleft()
-            self._audit(golden.holder, golden.held, golden.question, golden.reply)
+            with self._dropping(golden.holder):
+                self._audit(golden.holder, golden.held, golden.question, golden.reply)
             return True
         with suppress(IndexError):
             name, row = self._rows.popleft()
-            held = self._shard_of(name, row.layer, row.shard)
-            if held is not None:
-                self._audit(name, held, row.question, row.answer)
+            with self._dropping(name):
+                held = self._shard_of(name, row.layer, row.shard)
+                if held is not None:
+                    self._audit(name, held, row.question, row.answer)
             return True
         return False
+
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """What fails in here is over for one row of this worker, and for nothing else."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the audit outlives whatever a row brings
+            with self._lock:
+                self._of(name).skipped = f"a row could not be computed again: {_in_words(error)}"
+            if not self._is_over.is_set():
+                self._troubles.exception("a row of worker %s could not be computed again, and is left out", name)
 
     def _shard_of(self, name: str, layer: int, shard: int) -> HeldShard | None:
         return next((one for one in self._held().get(name, ()) if (one.layer.index, one.shard_id) == (layer, shard)), None)
@@ -284,6 +311,8 @@ class Audit:
             one.skipped = f"no other holder, and this host does not compute {held.numerics} with its bits"
             if self._twin.failure:
                 one.skipped = f"this host has not the weights: {self._twin.failure}"
+            elif self._twin.setback:
+                one.skipped = f"this host cannot compute at this time: {self._twin.setback}"
             return
         one.skipped = ""
         one.audited_rows += 1
@@ -335,4 +364,9 @@ class Audit:
         with self._lock:
             tap = self._taps.get(name)
             if tap is not None:
-                self._arm(self._of(name), tap, num_skipped=0)
+                tap.take()
+                self._arm(tap, num_skipped=0)
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {in_one_line(error)}"

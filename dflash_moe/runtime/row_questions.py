@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
+from dflash_moe.errors import ProtocolError
 from dflash_moe.protocol.messages import MAX_ROW_BYTES, MAX_ROW_PAIRS, ComputeRow
 from dflash_moe.protocol.rows import bytes_of, floats_of
 
@@ -84,11 +85,14 @@ class ExchangedRow:
 
 def exchanged_rows(request: bytes, reply: bytes, *, first: int, at_most: int) -> Iterator[ExchangedRow]:
     """Yields up to `at_most` rows of an exchange from row `first` on, around its end. `request` and
-    `reply` are whole frames that the client has sent and taken; an answer that is an error, or that
-    belongs to another request, has no rows.
+    `reply` are whole frames as they crossed the data path; an answer that is an error, that belongs
+    to another request, or that is no frame, so that the client did not take it either, has no rows.
     """
-    asked = _core.decode_frame_header(request[:_HEADER_BYTES])
-    told = _core.decode_frame_header(reply[:_HEADER_BYTES])
+    try:
+        asked = _core.decode_frame_header(request[:_HEADER_BYTES])
+        told = _core.decode_frame_header(reply[:_HEADER_BYTES])
+    except ProtocolError:
+        return
     is_answer = asked["kind"] == _REQUEST and told["kind"] == _REPLY
     if not is_answer or any(asked[name] != told[name] for name in ("call_id", "attempt", "slice", "num_rows")):
         return

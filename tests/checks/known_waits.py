@@ -139,7 +139,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/transport/tapped.cc": {
         "::read": _NON_BLOCKING_BELL,
         "::write": _NON_BLOCKING_BELL,
-        "lock mutex_": "bounded: held over a list of copies, or one read of a non-blocking bell",
+        "lock mutex_": "bounded: held over a list of copies, or one read or write of a non-blocking bell",
     },
     "csrc/transport/ring/ring_bell.cc": {
         "futex SYS_futex": _WAKES_ONLY,

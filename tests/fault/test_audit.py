@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from dflash_moe.errors import WorkerUnfit
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.messages import ComputeRow
+from dflash_moe.runtime.audit import BURST_EXCHANGES
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch
-from tests.fault.conftest import is_gone, wait_until
+from tests.fault.conftest import freeze, is_gone, wait_until
 
 # Limits that nothing here waits for.
 FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "park_s": 90.0}
@@ -103,6 +105,54 @@ def test_a_healthy_worker_is_never_taken_out(spec: ModelSpec) -> None:
         assert told["golden_rows"] == 2 * 2 * 2
         assert all(one.state == "ready" and one.deaths == 0 for one in runtime.workers())
         assert all(audit(runtime, name)["last_good"] for name in ("w0", "w1"))
+
+
+def keep_calling(runtime: ExpertRuntime, name: str, more_than: int) -> bool:
+    """Calls until more rows than that of a worker were audited; returns whether they were."""
+
+    def is_enough() -> bool:
+        for _ in range(50):
+            call(runtime)
+        return bool(audit(runtime, name)["audited_rows"] > more_than)
+
+    return wait_until(is_enough, SOON_S)
+
+
+def test_the_audit_goes_on_after_a_worker_that_owed_an_answer_died(spec: ModelSpec) -> None:
+    with start(spec, replicas=1) as runtime:
+        call(runtime)
+        pid = next(process.pid for process in runtime.worker_processes() if process.name == "w0")
+
+        def num_sent() -> int:
+            return int(runtime.stats()["workers"]["w0"]["calls"])
+
+        freeze(pid)
+        before = num_sent()
+        with ThreadPoolExecutor(1) as pool:
+            owed = pool.submit(call, runtime)
+            is_sent = wait_until(lambda: num_sent() > before, SOON_S)
+            os.kill(pid, signal.SIGKILL)
+            owed.result(SOON_S)
+        assert is_sent
+        # The first burst has this many rows at most, and one of its replies never comes.
+        assert keep_calling(runtime, "w0", 7 * BURST_EXCHANGES), runtime.stats()["audit"]
+
+
+def test_a_reply_that_is_no_frame_ends_the_audit_of_nobody(spec: ModelSpec) -> None:
+    broken: list[str] = []
+
+    def decorate(name: str, channel: _core.Channel) -> _core.Channel:
+        if name != "w0" or broken:
+            return channel
+        broken.append(name)
+        return _core.make_faulty(channel, kind="truncate", point="poll", nth=3)
+
+    with start(spec, decorate=decorate) as runtime:
+        # Until the third reply there are a few dozen rows.
+        for name in ("w0", "w1"):
+            assert keep_calling(runtime, name, 3 * WITHIN), runtime.stats()["audit"]
+        assert runtime.stats()["audit"]["failure"] == ""
+        assert runtime.stats()["audit"]["mismatches"] == 0
 
 
 def flip_golden(monkeypatch: pytest.MonkeyPatch, *, worker: str) -> None:

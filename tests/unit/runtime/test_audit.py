@@ -6,16 +6,20 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from dflash_moe import _core
+from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.placement import plan_placement
+from dflash_moe.runtime import audit as audit_module
 from dflash_moe.runtime.audit import DAY_S, Audit
 from dflash_moe.runtime.golden import Unproven
 from dflash_moe.runtime.held_shards import HeldShard, shards_by_holder
@@ -128,6 +132,59 @@ def test_without_weights_at_the_host_another_holder_is_asked(scene: Scene) -> No
     scene.judge(scene.wrong)
     assert scene.audit.stats()["undecided"] == 1
     assert not scene.out
+
+
+def test_a_row_that_cannot_be_computed_is_left_out_and_the_next_is_audited(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.audit._twin, "compute", Mock(side_effect=RuntimeError("a row of another world")))
+        for _ in range(100):
+            scene.judge(scene.right)
+    assert scene.told()["audited_rows"] == 0
+    assert scene.told()["skipped"] == "a row could not be computed again: RuntimeError: a row of another world"
+    # A hundred rows, and one line.
+    assert sum("could not be computed again" in record.message for record in caplog.records) == 1
+    scene.judge(scene.right)
+    assert (scene.told()["audited_rows"], scene.told()["skipped"]) == (1, "")
+
+
+def test_an_exchange_that_cannot_be_read_is_left_out_and_the_burst_after_it_is_asked_for(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tap = Mock(is_spent=True)
+    tap.take.return_value = [(b"", b""), (b"", b"")]
+    rows = Mock(side_effect=[ValueError("no such exchange"), iter([Mock()])])
+    monkeypatch.setattr(scene.audit, "_rows_of", rows)
+    scene.audit._take("w0", tap)
+    assert len(scene.audit._rows) == 1
+    tap.arm.assert_called_once()
+
+
+def test_a_thread_that_cannot_wait_says_so_and_tries_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "AGAIN_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.audit, "_await_copies", Mock(side_effect=OSError("no bell")))
+        scene.audit._step()
+    assert scene.audit.stats()["failure"] == "copies cannot be waited for: OSError: no bell"
+    scene.audit._ring()
+    scene.audit._step()
+    assert scene.audit.stats()["failure"] == ""
+
+
+def test_a_thread_that_ends_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.audit, "_audit_next", Mock(side_effect=SystemExit("enough")))
+    scene.audit._run()
+    assert scene.audit.stats()["failure"] == "the thread of the audit has ended: SystemExit: enough"
+
+
+def test_what_the_system_lacks_for_a_while_is_told_as_that(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        scene.judge(scene.right)
+    assert "cannot compute at this time: [Errno 24] Too many open files" in str(scene.told()["skipped"])
+    scene.judge(scene.right)
+    assert (scene.told()["audited_rows"], scene.told()["skipped"]) == (1, "")
 
 
 def test_the_second_change_of_weights_within_a_day_takes_a_worker_out(scene: Scene) -> None:

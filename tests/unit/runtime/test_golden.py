@@ -7,7 +7,9 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,6 +104,18 @@ def test_what_the_host_cannot_afford_is_taken_from_the_first_holder_and_left_for
     assert len(rows.unproven) == len(shards)
 
 
+def test_what_the_host_could_not_compute_for_a_while_is_left_for_the_audit(
+    spec: ModelSpec, shards: list[HeldShard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = HostTwin(Path(spec.path), ISA)
+    rows = GoldenRows(twin, Holders(spec).ask)
+    with monkeypatch.context() as patch:
+        patch.setattr(twin, "_opened", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        rows.check("w0", shards)
+    assert len(rows.unproven) == len(shards)
+    assert twin.computes(shards[0])
+
+
 def test_of_two_holders_that_differ_the_host_says_who_is_right(
     spec: ModelSpec, shards: list[HeldShard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +182,12 @@ def test_answers_to_something_else_have_no_rows() -> None:
         assert list(exchanged_rows(request, reply, first=0, at_most=3)) == [], told
     request, reply = exchange(3)
     assert list(exchanged_rows(request, reply[:-1] + b"\1", first=0, at_most=3)) == []
+
+
+def test_a_reply_that_is_no_frame_has_no_rows() -> None:
+    request, reply = exchange(3)
+    for damaged in (b"", reply[:25], bytes([reply[0] ^ 1]) + reply[1:], reply[:70]):
+        assert list(exchanged_rows(request, damaged, first=0, at_most=3)) == []
 
 
 def test_a_difference_names_experts_column_and_both_values(shards: list[HeldShard]) -> None:
