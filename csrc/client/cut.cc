@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "client/encode.h"
+#include "client/router.h"
 
 namespace dflash::client {
 namespace {
@@ -106,12 +107,20 @@ Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
   return walk.num_splits();
 }
 
-Status Cutter::cut(Call& call, std::span<const std::unique_ptr<Link>> links) {
+Status Cutter::cut(Call& call, Links links) {
+  Status done = cut_all(call, links);
+  for (const uint32_t holder : call.work->holders) links[holder]->cut_ns = 0;
+  return done;
+}
+
+Status Cutter::cut_all(Call& call, Links links) {
   const LayerPlan& plan = call.layer->plan;
+  call.work->holders.assign(plan.shards.size(), 0);
   call.work->forecasts.assign(plan.shards.size(), ChunkForecast());
   for (uint32_t s = 0; s < plan.shards.size(); ++s) {
     if (call.work->shard_rows[s].tokens.empty()) continue;
-    Link& link = *links[call.work->holders[s]];
+    Link& link = *pick_holder(call.layer->holders[s], links);
+    call.work->holders[s] = link.index;
     auto num_splits = cut_chunk(call, s, link);
     if (!num_splits.ok()) {
       call.work->slices.clear();
@@ -162,6 +171,7 @@ Result<uint64_t> Cutter::cut_chunk(Call& call, uint32_t shard_index, Link& link)
     const auto ids = std::span(rows.local_expert_ids).subspan(slice.pair_begin, slice.num_pairs());
     slice.num_experts = num_cut == 1 ? static_cast<uint32_t>(chunk.experts)
                                      : count_experts(ids, shard.experts.size());
+    link.cut_ns += slice.forecast_ns;
   }
   return num_splits;
 }

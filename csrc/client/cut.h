@@ -30,12 +30,13 @@ Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
 // Keeps its scratch memory between calls. Not thread-safe.
 class Cutter {
  public:
-  // Fills the call's slices and forecasts for call.work->holders, and chooses each of these links'
-  // window. Their paths must have channels. Errors are those of cut_shard, naming worker and layer;
-  // nothing is cut then.
-  Status cut(Call& call, std::span<const std::unique_ptr<Link>> links);
+  // Picks the holder of each shard that the call has rows for, which must have a usable one
+  // (router.h), fills the call's holders, slices and forecasts, and chooses each picked link's
+  // window. Errors are those of cut_shard, naming worker and layer; nothing is cut then.
+  Status cut(Call& call, Links links);
 
  private:
+  Status cut_all(Call& call, Links links);
   Result<uint64_t> cut_chunk(Call& call, uint32_t shard_index, Link& link);
   uint32_t count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts);
 

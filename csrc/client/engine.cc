@@ -137,17 +137,6 @@ Engine::WorstShard Engine::worst_shard(const Call& call, int64_t now) const {
   return worst;
 }
 
-// Cuts a call for the holders that should get it; each shard with rows has a usable one.
-Status Engine::cut(Call& call) {
-  const auto& holders = call.layer->holders;
-  call.work->holders.assign(holders.size(), 0);
-  for (size_t s = 0; s < holders.size(); ++s) {
-    if (!call.work->shard_rows[s].tokens.empty())
-      call.work->holders[s] = pick_holder(holders[s], links_)->index;
-  }
-  return cutter_.cut(call, links_);
-}
-
 Status Engine::start(const CallPtr& call) {
   if (is_closed_) return closed_error();
   const int64_t now = now_ns();
@@ -170,7 +159,7 @@ Status Engine::start(const CallPtr& call) {
     return ok();
   }
   call->begun_ns = now;
-  DFLASH_TRY(cut(*call));
+  DFLASH_TRY(cutter_.cut(*call, links_));
   calls_.push_back(call);
   enqueue(*call);
   pump();
@@ -196,7 +185,7 @@ void Engine::admit_parked() {
     call->is_parked = false;
     --num_parked_;
     call->begun_ns = now;
-    Status done = cut(*call);
+    Status done = cutter_.cut(*call, links_);
     if (done.ok()) {
       enqueue(*call);
     } else {

@@ -143,7 +143,6 @@ class Engine {
     size_t index = 0;
   };
   WorstShard worst_shard(const Call& call, int64_t now) const;
-  Status cut(Call& call);
   void admit_parked();
   void enqueue(Call& call);
   void pump();

@@ -77,7 +77,7 @@ struct Link {
     return path.state() == PathState::kFresh || path.state() == PathState::kInUse;
   }
   // The time predicted for all that it has and all that waits for it.
-  int64_t backlog_ns() const { return waiting.forecast_ns() + path.forecast_ns(); }
+  int64_t backlog_ns() const { return waiting.forecast_ns() + path.forecast_ns() + cut_ns; }
   Error lost_error(const Layer& layer) const;
 
   const std::string name;
@@ -98,6 +98,9 @@ struct Link {
   Dtype request_dtype, reply_dtype;  // of calls that are cut from now on
 
   WaitingSlices waiting;
+  // The same for what it gets of the call that is being cut, so that the shards of one call are
+  // spread as those of several are; 0 between calls.
+  int64_t cut_ns = 0;
   // The most slices in flight: the policy's number, or what the model chose for the newest chunk.
   uint32_t window = 0;
 

@@ -258,6 +258,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/runtime/host_fallback.py": {
         "lock self._lock": "bounded: held over fields of stand-ins and a thread that is made, not started",
     },
+    "dflash_moe/runtime/local_worker.py": {
+        "lock self._lock": "bounded: held while what serves is ended or begun, for STOP_S at most where a thread does not end",
+    },
     "dflash_moe/runtime/launcher.py": {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",
         "call outcome.exception": "bounded: called back when the outcome is there, so it answers at once",

@@ -163,6 +163,39 @@ void run_call(PuppetScene& scene, Tokens& tokens, const std::vector<int64_t>& de
   CHECK(tokens.is_right());
 }
 
+TEST_CASE("what a call brings to a worker counts for where its other shards go") {
+  SceneOptions options;
+  options.policy = {64, 2, true};
+  options.client.hedge_share = 0;
+  PuppetScene scene(options);
+  REQUIRE(scene.client.set_holders(3, 0, {0, 1}).ok());
+  REQUIRE(scene.client.set_holders(3, 1, {1, 0}).ok());
+  Tokens learned{
+      {0, 2}
+  },
+      first{{0, 2}}, second{{0, 2}};
+  // Worker 0 takes 30 ms for a slice, worker 1 takes 20 ms.
+  for (int i = 0; i < 4; ++i) run_call(scene, learned, {30 * kMs, 20 * kMs});
+  const auto calls = [&](uint32_t worker) {
+    for (const CountersOf& one : scene.client.counters())
+      if (one.worker == worker) return one.counters.calls;
+    return uint64_t{0};
+  };
+  const uint64_t before[2] = {calls(0), calls(1)};
+  // Both are idle, then worker 1 has less to do: it gets shard 0, after which worker 0 has less.
+  const CallPtr pending[2] = {scene.submit(first), scene.submit(second)};
+  CHECK(calls(0) == before[0] + 2);
+  CHECK(calls(1) == before[1] + 2);
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!deadline.has_passed() && !(scene.client.wait(pending[0], Deadline::after_ms(1)) &&
+                                     scene.client.wait(pending[1], Deadline::after_ms(1)))) {
+    for (Puppet& puppet : scene.puppets)
+      if (auto request = puppet.try_take()) puppet.send(echo(*request));
+  }
+  CHECK(first.is_right());
+  CHECK(second.is_right());
+}
+
 TEST_CASE("the client predicts a chunk from earlier ones and records what it took") {
   PuppetScene scene(SceneOptions{
       .num_workers = 1, .policy = {64, 2, true}
