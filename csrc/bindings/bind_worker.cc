@@ -319,6 +319,12 @@ void bind_shards(py::module_& module) {
             return self.get()->flip_bit(local_expert_id, byte, bit);
           },
           py::arg("local_expert_id"), py::arg("byte"), py::arg("bit"))
+      .def(
+          "are_packed_as_loaded",
+          [](const LoanBox& self, uint32_t begin, uint32_t end) {
+            return self.get()->are_packed_as_loaded(begin, end);
+          },
+          py::arg("begin"), py::arg("end"), py::call_guard<py::gil_scoped_release>())
       .def("content", [](const LoanBox& self) { return content_tuple(*self.get()); })
       .def("give_back", [](LoanBox& self) { self.shard.reset(); });
   py::class_<ReaderBox>(module, "ContentReader")

@@ -231,9 +231,26 @@ Result<uint64_t> ResidentShard::scrub_expert(uint32_t local_expert_id,
     is_whole = *read.value() == expert.checksum;
     num_bytes = source_bytes(expert.weights);
   }
-  if (!is_whole && !expert.is_damaged.exchange(true, std::memory_order_acq_rel))
-    num_damaged_.fetch_add(1, std::memory_order_release);
+  if (!is_whole) mark_damaged(expert);
   return num_bytes;
+}
+
+void ResidentShard::mark_damaged(Expert& expert) {
+  if (!expert.is_damaged.exchange(true, std::memory_order_acq_rel))
+    num_damaged_.fetch_add(1, std::memory_order_release);
+}
+
+bool ResidentShard::are_packed_as_loaded(uint32_t begin, uint32_t end) {
+  bool are_whole = true;
+  for (uint32_t id = begin; id < end && id < sources_.size(); ++id) {
+    Expert& expert = sources_[id];
+    if (expert.source.load(std::memory_order_acquire) == Source::kAbsent) continue;
+    const Pieces pieces = experts_->resident_pieces(id);
+    if (total_bytes(pieces) != 0 && *sum_of(pieces, nullptr) != expert.packed_sum)
+      mark_damaged(expert);
+    are_whole = are_whole && !is_damaged(id);
+  }
+  return are_whole;
 }
 
 Status ResidentShard::reload_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,

@@ -93,6 +93,11 @@ class ResidentShard {
   bool is_damaged(uint32_t local_expert_id) const {
     return sources_[local_expert_id].is_damaged.load(std::memory_order_acquire);
   }
+  // Sums up the packed bytes of experts [begin, end) again, and says whether each is what was
+  // loaded; one that is not is damaged from then on. True where nothing is packed in memory, as
+  // with mapped weights and those of a device. Any thread; different ones may take different
+  // experts.
+  bool are_packed_as_loaded(uint32_t begin, uint32_t end);
   // Loads a damaged expert from the same source. Any thread. Errors: those of load_expert();
   // kCheckpoint where the source is not what it was. The expert then stays damaged.
   Status reload_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
@@ -121,6 +126,7 @@ class ResidentShard {
     bool is_other = false;
   };
   Error damage_error() const;
+  void mark_damaged(Expert& expert);
   Error changed_error(uint32_t local_expert_id, const char* what) const;
   Status compare_with_files(std::span<const uint16_t> local_expert_ids,
                             compute::YieldingProgress& progress);

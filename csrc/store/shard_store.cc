@@ -58,14 +58,18 @@ Result<ShardStore::Entry> ShardStore::find(const ShardFacts& facts) {
   const auto found = shards_.find(facts.weights_fingerprint);
   if (found == shards_.end()) return Entry();
   const Entry& entry = found->second;
-  if (entry->is_complete() && entry->facts() == facts) return entry;
-  if (entry->num_loans_.load(std::memory_order_acquire) != 0) {
+  const bool is_in_use = entry->num_loans_.load(std::memory_order_acquire) != 0;
+  // A damaged shard in use is loaded again by whoever scrubs it there. One that came back damaged
+  // has nobody to do that any more: every request for it would wait and fail.
+  const bool is_whole = entry->num_damaged_.load(std::memory_order_acquire) == 0;
+  if (entry->is_complete() && entry->facts() == facts && (is_whole || is_in_use)) return entry;
+  if (is_in_use) {
     return Error{ErrorCode::kInvalidArgument,
                  name_of(facts) + (entry->facts() == facts
                                        ? " is being loaded by somebody else"
                                        : " names a shard in use whose description differs")};
   }
-  // This is what a loading that failed has left behind.
+  // This is what a loading that failed has left behind, or a shard that is damaged.
   reserved_bytes_ -= entry->predicted_bytes();
   shards_.erase(found);
   return Entry();

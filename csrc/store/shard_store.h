@@ -20,12 +20,12 @@ class ShardStore {
   ShardStore(const ShardStore&) = delete;
   ShardStore& operator=(const ShardStore&) = delete;
 
-  // Lends the shard of these facts: the one that is there and complete, or a new one without
-  // experts, for which all shards that nobody has borrowed make room. The loan ends with the last
-  // copy of the pointer; the shard outlives the store where need be. Any thread. Errors:
-  // kInvalidArgument where its experts would exceed the memory limit (before any of that memory is
-  // touched), where another shard in use claims the same fingerprint, or while somebody else loads
-  // it; those of ExpertBackend.
+  // Lends the shard of these facts: the one that is there and complete, unless it came back
+  // damaged, or a new one without experts, for which all shards that nobody has borrowed make room.
+  // The loan ends with the last copy of the pointer; the shard outlives the store where need be.
+  // Any thread. Errors: kInvalidArgument where its experts would exceed the memory limit (before
+  // any of that memory is touched), where another shard in use claims the same fingerprint, or
+  // while somebody else loads it; those of ExpertBackend.
   Result<std::shared_ptr<ResidentShard>> borrow(const ShardFacts& facts);
   // Loads as ResidentShard does. With the last expert, what is still unread goes to the background
   // reader.

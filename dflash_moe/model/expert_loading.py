@@ -77,6 +77,19 @@ def load_experts(
         wait([one for one in pending if not one.cancelled()], timeout=STANDSTILL_S)
 
 
+def is_as_packed(shard: _core.ResidentShard, num_experts: int, *, threads: int) -> bool:
+    """Sums up a loaded shard's packed weights again, in as many parts as its worker has threads,
+    and returns whether they are what was loaded. Where they are not, the shard is damaged.
+    """
+    num_parts = max(1, min(threads, num_experts))
+    bounds = [part * num_experts // num_parts for part in range(num_parts + 1)]
+    if num_parts == 1:
+        return shard.are_packed_as_loaded(0, num_experts)
+    # The parts are bounded by the speed of the memory alone, so that they end.
+    with ThreadPoolExecutor(max_workers=num_parts, thread_name_prefix="sum") as pool:
+        return all(list(pool.map(shard.are_packed_as_loaded, bounds, bounds[1:], timeout=STANDSTILL_S)))
+
+
 def _where(checkpoint: Checkpoint, ffn: FfnSpec, expert: int, text: str) -> str:
     """Returns file and tensor of a matrix that the core calls wrong, or an empty text where the
     error has them already.

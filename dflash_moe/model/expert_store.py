@@ -8,17 +8,20 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError
-from dflash_moe.model.expert_loading import load_experts
+from dflash_moe.model.expert_loading import is_as_packed, load_experts
 from dflash_moe.telemetry.affinity import running_on
 
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
     from dflash_moe.model.ffn import FfnSpec
+
+log = logging.getLogger(__name__)
 
 
 class ExpertStore:
@@ -70,11 +73,25 @@ class ExpertStore:
         Errors: ConfigError where the memory limit does not allow it, CheckpointError naming tensor
         and file, UnsupportedError naming format or class.
         """
+
+        def borrow() -> _core.ResidentShard:
+            try:
+                return self._store.borrow(ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint, numerics)
+            except DflashError as error:
+                raise error.reworded(f"{name}: {error}") from None
+
+        loan = borrow()
         try:
-            loan = self._store.borrow(ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint, numerics)
-        except DflashError as error:
-            raise error.reworded(f"{name}: {error}") from None
-        try:
+            # What a former session left is summed up before anybody computes from it again. That
+            # session may have ended because its host saw wrong numbers, which this worker is not
+            # told: nothing but the sum tells such an end from a lost connection. It costs one
+            # reading of the memory by all threads, a fraction of what loading costs.
+            if loan.is_complete and not is_as_packed(loan, len(experts), threads=self._threads):
+                log.error("%s: weights that were kept have changed in memory; they are loaded anew", name)
+                # The store lends none that came back damaged, and drops what else is kept: where
+                # one bit of this memory is wrong, others may be.
+                loan.give_back()
+                loan = borrow()
             if not loan.is_complete:
                 # Memory is local to the node of the core that touches it first.
                 with running_on(self._cpus):

@@ -223,6 +223,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/integrations/parameter_values.py": {
         "leave ThreadPoolExecutor": "bounded: each task converts the tensors of one expert, and its taker has STANDSTILL_S"
     },
+    "dflash_moe/model/expert_loading.py": {
+        "leave ThreadPoolExecutor": "bounded: each task sums up a part of one shard in memory, and waits for nobody",
+    },
     "dflash_moe/protocol/control.py": {
         "call sock.sendall": "bounded: the line above sets the socket's time-out, which the whole call keeps",
         "call sock.recv": "bounded: the socket's time-out is what is left until the caller's deadline",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.spec import ModelSpec
+from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
+from dflash_moe.workers.resident import ResidentWeights, StoreKind
 from tests.expert_cases import Expected, make_batch
 from tests.fault.conftest import StartWorker, wait_until
 
@@ -104,6 +109,32 @@ def test_a_host_that_asks_for_something_else_frees_what_was_kept(
         assert kept_bytes(runtime) < as_stored
         check_bits(runtime)
         assert resident_bytes(runtime) == as_stored
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kept_weights_that_have_changed_in_memory_are_loaded_anew(spec: ModelSpec, threads: int) -> None:
+    kind = StoreKind("scalar", threads, (), DeviceChoice(), "packed")
+    kept = ResidentWeights(BACK_S)
+    checkpoint, layer = Checkpoint.open(Path(spec.path)), spec.layers[0]
+
+    def compute(flip: bool) -> bytes:
+        store = kept.take(kind, lambda: ExpertStore(isa="scalar", threads=threads))
+        loan = store.load(
+            checkpoint, layer.ffn, (0, 1, 2), name="far", weight_dtype="f32", weights_fingerprint=1, numerics="f32-canonical"
+        )
+        row = loan.compute_rows(
+            struct.pack(f"<{layer.ffn.in_size}f", *[1.0] * layer.ffn.in_size), "f32",
+            row_counts=[1], local_expert_ids=[1], weights=[1.0], reply_dtype="f32",
+        )  # fmt: skip
+        # The highest bit of an exponent, so that any result shows it.
+        assert not flip or loan.flip_bit(1, 3, 6)
+        loan.give_back()
+        kept.keep(kind, store)
+        return row
+
+    right = compute(flip=True)
+    assert compute(flip=False) == right
+    kept.drop()
 
 
 @pytest.mark.parametrize("options", [("--keep-s", "0"), ("--keep-s", "0.01")])

@@ -124,6 +124,36 @@ TEST_CASE("what came back is lent again, and makes room for what is not there") 
   CHECK(store.num_shards() == 1);
 }
 
+TEST_CASE("a shard that came back damaged is lent to nobody, and loaded anew") {
+  ShardStore store(processor());
+  auto loan = borrow_loaded(store, facts(1), toy_experts());
+  CHECK(loan->are_packed_as_loaded(0, kNumExperts));
+  REQUIRE(loan->flip_bit(2, 100, 3));
+  CHECK(loan->are_packed_as_loaded(0, 2));
+  CHECK(!loan->are_packed_as_loaded(2, kNumExperts));
+  CHECK(loan->is_damaged(2));
+  CHECK(!loan->is_damaged(1));
+  // It is damaged for good, even if the bit should fall back.
+  REQUIRE(loan->flip_bit(2, 100, 3));
+  CHECK(!loan->are_packed_as_loaded(0, kNumExperts));
+  // In use it is shared as it is, because its user's scrub has it loaded again.
+  CHECK(borrow(store, facts(1)).get() == loan.get());
+  const uint64_t taken = store.resident_bytes();
+  loan.reset();
+  auto fresh = borrow(store, facts(1));
+  CHECK(!fresh->is_complete());
+  CHECK(store.num_shards() == 1);
+  fresh.reset();
+  fresh = borrow_loaded(store, facts(1), toy_experts());
+  CHECK(fresh->are_packed_as_loaded(0, kNumExperts));
+  CHECK(store.resident_bytes() == taken);
+}
+
+TEST_CASE("mapped weights have nothing packed that could change") {
+  ShardStore store(processor(compute::WeightsLayout::kMapped));
+  CHECK(borrow_loaded(store, facts(1), toy_experts())->are_packed_as_loaded(0, kNumExperts));
+}
+
 TEST_CASE("a loan may outlive its store") {
   std::shared_ptr<ResidentShard> loan;
   {
