@@ -188,8 +188,14 @@ class HostFallback:
         are.
         """
         with self._lock:
-            made = [one.worker for one in self._stand_ins.values() if one.member is not None]
-        return {**plans, **{stand_in_name(worker): widest(plans) for worker in made}}
+            made = [one for one in self._stand_ins.values() if one.member is not None]
+        return {**plans, **{stand_in_name(one.worker): self._slots_of(one, plans) for one in made}}
+
+    def _slots_of(self, one: _StandIn, plans: Mapping[str, _core.SlotPlan]) -> _core.SlotPlan:
+        """Returns the slots of a stand-in: the widest of the workers', or where all of them were
+        removed those that its own shards need.
+        """
+        return widest(plans or self._placed.plan_slots({one.worker: one.shards}))
 
     def describe(self, workers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Returns what `stats()` reports: the calls, rows and pairs that stand-ins computed, how
@@ -277,7 +283,7 @@ class HostFallback:
                     weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
                 )  # fmt: skip
             with self._paths.adding():
-                channel, generation, pulse_fd = self._fleet.attach(member, widest(self._placed.plan_slots()))
+                channel, generation, pulse_fd = self._fleet.attach(member, self._slots_of(one, self._placed.plan_slots()))
                 self._fleet.admit(member)
                 slices, (request_dtype, reply_dtype) = self._placed.slices, self._placed.wire_dtypes
                 member.client_index = self._client.add_worker(

@@ -213,6 +213,18 @@ def test_a_change_of_mode_fits_the_stand_in_too(spec: ModelSpec) -> None:
             assert np.array_equal(runtime.experts(0, *dataclasses.astuple(large)), expected)
 
 
+def test_with_every_worker_removed_the_stand_in_takes_another_mode(spec: ModelSpec) -> None:
+    with start(spec, mode="batched", restart=False) as runtime:
+        expected = call(runtime)
+        for name in ("w0", "w1"):
+            os.kill(pid_of(runtime, name), signal.SIGKILL)
+        assert call(runtime).tobytes() == expected.tobytes()
+        for name in ("w0", "w1"):
+            runtime.remove_worker(name, 0.0, force=True)
+        runtime.set_mode("stream")
+        assert call(runtime).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
