@@ -121,6 +121,10 @@ class LoadedShards:
         """Returns the holders of a shard that had not read all of it when they were asked last."""
         return self._contents.holders(held)[1]
 
+    def has_own_copy_changed(self) -> bool:
+        """Whether this host's files of the checkpoint may have changed since workers loaded it."""
+        return self._mapped.has_own_copy_changed()
+
     def forget(self, holder: str) -> None:
         """Forgets a holder that was removed."""
         self._contents.forget(holder)

@@ -86,6 +86,12 @@ class MappedHolders:
     def _are_files_unchanged(self) -> bool:
         return bool(self._before) and _states(self._model) == self._before
 
+    def has_own_copy_changed(self) -> bool:
+        """Whether this host's files are not those, or may not be, that were there before any worker
+        read them.
+        """
+        return not self._before or _states(self._model) != self._before
+
     def forget(self, holder: str) -> None:
         """Forgets a holder that was removed."""
         self._served = {one for one in list(self._served) if one[0] != holder}

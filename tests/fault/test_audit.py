@@ -26,7 +26,7 @@ from dflash_moe.runtime.audit import BURST_EXCHANGES
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch
+from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import freeze, is_gone, wait_until
 
 # Limits that nothing here waits for.
@@ -105,6 +105,26 @@ def test_a_healthy_worker_is_never_taken_out(spec: ModelSpec) -> None:
         assert told["golden_rows"] == 2 * 2 * 2
         assert all(one.state == "ready" and one.deaths == 0 for one in runtime.workers())
         assert all(audit(runtime, name)["last_good"] for name in ("w0", "w1"))
+
+
+def test_a_healthy_worker_is_not_taken_out_because_the_hosts_files_have_changed(tmp_path: Path) -> None:
+    spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
+    with start(spec) as runtime:
+        right = call(runtime)
+        with (tmp_path / "ours" / "model.safetensors").open("r+b") as file:
+            header = 8 + int.from_bytes(file.read(8), "little")
+            size = file.seek(0, os.SEEK_END)
+            file.seek(header)
+            file.write(b"\0" * (size - header))
+
+        def is_told() -> bool:
+            assert np.array_equal(call(runtime), right), "what workers have packed is what it was"
+            told = runtime.stats()["audit"]
+            reasons = [one["skipped"] for one in told["workers"].values()]
+            return told["undecided"] > 0 and any("files of the checkpoint have changed" in reason for reason in reasons)
+
+        assert wait_until(is_told, SOON_S)
+        assert all(one.state == "ready" and one.deaths == 0 for one in runtime.workers())
 
 
 def keep_calling(runtime: ExpertRuntime, name: str, more_than: int) -> bool:

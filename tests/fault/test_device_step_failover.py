@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_moe import ConfigError, ExpertRuntime, Topology, WorkerError, WorkerLost, _core
+from dflash_moe import ConfigError, ExpertRuntime, Topology, WorkerError, WorkerLost
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from tests.fault.conftest import freeze, wait_until
@@ -47,7 +47,7 @@ def steps_spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has no worker suspected that a busy machine only holds up: steps would be replayed for it."""
-    monkeypatch.setattr(_core, "Client", functools.partial(_core.Client, suspect_s=80.0))
+    monkeypatch.setitem(FAR, "suspect_ms", 60_000.0)
 
 
 def start(spec: ModelSpec, replicas: int = 2, device: str = CARD, address: str = "", **options: Any) -> ExpertRuntime:
