@@ -322,13 +322,6 @@ class Audit:
         one.mismatches += 1
         third = self._third.compute(held, question) if self._third.computes(held) else None
         where = f"layer {held.layer.index} ({held.layer.name}), shard {held.shard_id}"
-        if self._fleet.shards.has_own_copy_changed():
-            # Both opinions were computed from files that may be others than the worker has loaded.
-            self._num_undecided += 1
-            one.skipped = "this host's files of the checkpoint have changed since the start: start the runtime anew"
-            log.error("audit: worker %s computes %s otherwise than this host, whose files of the checkpoint have changed since "
-                      "the start, so that nobody can tell who is right: start the runtime anew", name, where)  # fmt: skip
-            return
         if third == answer:
             self._num_host_mismatches += 1
             log.error("audit: this host computes %s otherwise than worker %s and the reference: this machine's processor or "
@@ -338,6 +331,13 @@ class Audit:
             self._num_undecided += 1
             log.error("audit: worker %s computes %s otherwise than its second opinion, and nobody can tell who is right: %s",
                       name, where, difference(held, question, answer, second))  # fmt: skip
+            return
+        if self._fleet.shards.has_own_copy_changed():
+            # The host's opinions come from files that may be others than the worker has loaded.
+            self._num_undecided += 1
+            one.skipped = "this host's files of the checkpoint have changed since the start: start the runtime anew"
+            log.error("audit: worker %s computes %s otherwise than this host, whose files of the checkpoint have changed since "
+                      "the start, so that nobody can tell who is right: start the runtime anew", name, where)  # fmt: skip
             return
         since = "it joined" if one.last_good is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_good))
         reason = f"outvoted: {where}: {difference(held, question, answer, second)}, as this host and the reference compute it"
