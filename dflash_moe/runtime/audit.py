@@ -332,12 +332,12 @@ class Audit:
             log.error("audit: worker %s computes %s otherwise than its second opinion, and nobody can tell who is right: %s",
                       name, where, difference(held, question, answer, second))  # fmt: skip
             return
-        if self._fleet.shards.has_own_copy_changed():
+        if not self._fleet.shards.are_files_unchanged():
             # The host's opinions come from files that may be others than the worker has loaded.
             self._num_undecided += 1
             one.skipped = "this host's files of the checkpoint have changed since the start: start the runtime anew"
-            log.error("audit: worker %s computes %s otherwise than this host, whose files of the checkpoint have changed since "
-                      "the start, so that nobody can tell who is right: start the runtime anew", name, where)  # fmt: skip
+            log.error("audit: worker %s computes %s otherwise than this host, so that nobody can tell who is right: %s",
+                      name, where, one.skipped)  # fmt: skip
             return
         since = "it joined" if one.last_good is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_good))
         reason = f"outvoted: {where}: {difference(held, question, answer, second)}, as this host and the reference compute it"

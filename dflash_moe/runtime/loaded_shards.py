@@ -121,9 +121,11 @@ class LoadedShards:
         """Returns the holders of a shard that had not read all of it when they were asked last."""
         return self._contents.holders(held)[1]
 
-    def has_own_copy_changed(self) -> bool:
-        """Whether this host's files of the checkpoint may have changed since workers loaded it."""
-        return self._mapped.has_own_copy_changed()
+    def are_files_unchanged(self) -> bool:
+        """Says whether this host's files of the checkpoint are what they were before any worker
+        loaded them.
+        """
+        return self._mapped.are_files_unchanged()
 
     def forget(self, holder: str) -> None:
         """Forgets a holder that was removed."""

@@ -64,7 +64,7 @@ class MappedHolders:
             is_back = (holder, held.layer.index, held.shard_id) in self._served and self._reads_own_files(holder)
             if unchecked and (len(holders) > 1 or is_back):
                 if are_unchanged is None:
-                    are_unchanged = self._are_files_unchanged()
+                    are_unchanged = self.are_files_unchanged()
                 if not are_unchanged or not all(map(self._reads_own_files, holders)):
                     is_comparing = True
                     # The others first, so that a difference is said of the newcomer.
@@ -81,16 +81,13 @@ class MappedHolders:
         """Says whether a holder reads the files of this host, and they are what they were before
         any worker read them.
         """
-        return self._reads_own_files(holder) and self._are_files_unchanged()
+        return self._reads_own_files(holder) and self.are_files_unchanged()
 
-    def _are_files_unchanged(self) -> bool:
-        return bool(self._before) and _states(self._model) == self._before
-
-    def has_own_copy_changed(self) -> bool:
-        """Whether this host's files are not those, or may not be, that were there before any worker
-        read them.
+    def are_files_unchanged(self) -> bool:
+        """Says whether this host's files are what they were before any worker read them. Files that
+        this host has not got are not.
         """
-        return not self._before or _states(self._model) != self._before
+        return bool(self._before) and _states(self._model) == self._before
 
     def forget(self, holder: str) -> None:
         """Forgets a holder that was removed."""

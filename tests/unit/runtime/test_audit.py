@@ -37,7 +37,7 @@ class Scene:
         self.spec = spec
         self.out: list[tuple[str, str, bool]] = []
         self.others: dict[str, bytes] = {}
-        self.has_own_copy_changed = False
+        self.are_files_unchanged = True
         shards = shards_by_holder(spec, plan_placement(spec.layers, Topology.local(num_workers=1)))["w0"]
         self.held = shards[0]
         (self.question,) = drawn_rows(self.held)
@@ -46,7 +46,7 @@ class Scene:
             shards=SimpleNamespace(
                 golden=SimpleNamespace(unproven=deque(), num_compared=0, num_mismatches=0),
                 ask_row=self._ask,
-                has_own_copy_changed=lambda: self.has_own_copy_changed,
+                are_files_unchanged=lambda: self.are_files_unchanged,
             ),
             members={name: SimpleNamespace(session=object(), architecture="x") for name in ("w0", "w1")},
             member_of=lambda name: self.fleet.members[name],
@@ -118,7 +118,7 @@ def test_a_host_that_computes_wrongly_takes_nobody_out(scene: Scene, monkeypatch
 
 
 def test_a_host_whose_files_have_changed_takes_nobody_out(scene: Scene) -> None:
-    scene.has_own_copy_changed = True
+    scene.are_files_unchanged = False
     scene.judge(scene.wrong)
     assert not scene.out
     assert scene.audit.stats()["undecided"] == 1
