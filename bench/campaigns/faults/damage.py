@@ -5,14 +5,19 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from bench.campaigns.faults.campaign import Run
-from bench.campaigns.faults.load import Load, pids_of, wait_until
+from bench.campaigns.faults.load import Load, pids_of, start, state_of, wait_until
+from dflash_moe.errors import DflashError
+from dflash_moe.model.spec import ModelSpec
 
 FILE = "model.safetensors"
 # Calls that are made at least while a file is damaged.
@@ -81,6 +86,50 @@ def all_right(load: Load) -> bool:
     """Calls every size once, and returns whether each was answered."""
     answered = [load.call(work) for work in load.works]
     return all(answered)
+
+
+def start_refused(
+    given: Run, spec: ModelSpec, found: Found, phase: str, *, done: str, is_named: Callable[[str], bool]
+) -> None:  # fmt: skip
+    """Starts a runtime on what is damaged, which must be refused by name. `done` says what is."""
+    text, began = "", time.monotonic()
+    try:
+        with start(spec):
+            found.accepted += 1
+    except DflashError as error:
+        text = str(error)
+    found.refused_s.append(time.monotonic() - began)
+    found.unnamed += int(not is_named(text))
+    given.event(phase, damage=done, verdict="named" if is_named(text) else "unnamed", error=text[:300])
+
+
+def return_refused(
+    given: Run, load: Load, found: Found, phase: str, *, harm: Callable[[], str], mend: Callable[[], object],
+    is_named: Callable[[str], bool],
+) -> None:  # fmt: skip
+    """Kills a worker, whose return to what is damaged must be refused by name, and releases it
+    once that is mended.
+    """
+    runtime, victim = load.runtime, given.drawn.choice(("w0", "w1"))
+    done, began = harm(), time.monotonic()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids_of(runtime)[victim], signal.SIGKILL)
+    is_out = wait_until(lambda: state_of(runtime, victim).state == "quarantined")
+    reason = state_of(runtime, victim).reason
+    found.refused_s.append(time.monotonic() - began)
+    mend()
+    began = time.monotonic()
+    with contextlib.suppress(DflashError):
+        runtime.release(victim)
+    is_back = wait_until(lambda: state_of(runtime, victim).state == "ready")
+    found.back_s.append(time.monotonic() - began)
+    found.accepted += int(not is_out)
+    found.unhealed += int(not is_back)
+    found.unnamed += int(not is_named(reason))
+    given.event(
+        phase, worker=victim, damage=done, failed_calls=load.failed, wrong_results=load.wrong,
+        refused_s=found.refused_s[-1], verdict="refused" if is_out and is_back else "accepted", error=reason[:300],
+    )  # fmt: skip
 
 
 def use_while_damaged(

@@ -11,17 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from bench.campaigns.faults import failing_disk, mapped_files
 from bench.campaigns.faults.campaign import Campaign, Run, spread
-from bench.campaigns.faults.damage import FILE, Found, damage
+from bench.campaigns.faults.damage import FILE, Found, damage, return_refused, start_refused
 from bench.campaigns.faults.leftovers import belongings, left_since
-from bench.campaigns.faults.load import Load, make_model, pids_of, start, state_of, wait_until
+from bench.campaigns.faults.load import Load, make_model, start
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.errors import DflashError
 from dflash_moe.model.spec import ModelSpec
@@ -67,19 +66,13 @@ def run(given: Run) -> None:
 def _at_start(given: Run, spec: ModelSpec, whole: bytes, found: Found) -> None:
     """The file is cut off or gone, or its header has changed; then it is whole again."""
     file = Path(spec.path) / FILE
+
+    def is_named(text: str) -> bool:
+        return str(spec.path) in text or FILE in text
+
     for way in ("truncated", "gone"):
         done = damage(given, file, whole, way)
-        began = time.monotonic()
-        try:
-            with start(spec):
-                found.accepted += 1
-            text = ""
-        except DflashError as error:
-            text = str(error)
-        found.refused_s.append(time.monotonic() - began)
-        is_named = str(spec.path) in text or FILE in text
-        found.unnamed += int(not is_named)
-        given.event(f"{way} at start", damage=done, verdict="named" if is_named else "unnamed", error=text[:300])
+        start_refused(given, spec, found, f"{way} at start", done=done, is_named=is_named)
         file.write_bytes(whole)
     with start(spec) as runtime:
         load = Load.quiet(runtime, tokens=(1,))
@@ -94,33 +87,19 @@ def _at_return(given: Run, spec: ModelSpec, whole: bytes, found: Found) -> None:
     the other one goes on, and once the file is whole the worker is released.
     """
     file = Path(spec.path) / FILE
+
+    def is_named(reason: str) -> bool:
+        # Where it holds other bytes, the worker that disagrees is named.
+        return any(word in reason for word in (str(spec.path), FILE, "checkpoint", "checksum", "fingerprint"))
+
     with start(spec, restart_backoff_ms=(20, 100), restart_deaths=3) as runtime:
         load = Load.quiet(runtime, seed=given.seed)
         with load.running(seed=given.seed):
             for number in range(given.size):
                 way = ("flipped", "truncated", "gone", "header")[number % 4]
-                victim = given.drawn.choice(("w0", "w1"))
-                done = damage(given, file, whole, way)
-                began = time.monotonic()
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids_of(runtime)[victim], signal.SIGKILL)
-                is_out = wait_until(lambda: state_of(runtime, victim).state == "quarantined")  # noqa: B023
-                reason = state_of(runtime, victim).reason
-                found.refused_s.append(time.monotonic() - began)
-                file.write_bytes(whole)
-                began = time.monotonic()
-                with contextlib.suppress(DflashError):
-                    runtime.release(victim)
-                is_back = wait_until(lambda: state_of(runtime, victim).state == "ready")  # noqa: B023
-                found.back_s.append(time.monotonic() - began)
-                found.accepted += int(not is_out)
-                found.unhealed += int(not is_back)
-                # Where it holds other bytes, the worker that disagrees is named.
-                is_named = any(word in reason for word in (str(spec.path), FILE, "checkpoint", "checksum", "fingerprint"))
-                found.unnamed += int(not is_named)
-                given.event(
-                    f"{way} at return", worker=victim, damage=done, failed_calls=load.failed, wrong_results=load.wrong,
-                    refused_s=found.refused_s[-1], verdict="refused" if is_out and is_back else "accepted", error=reason[:300],
+                return_refused(
+                    given, load, found, f"{way} at return", harm=partial(damage, given, file, whole, way),
+                    mend=partial(file.write_bytes, whole), is_named=is_named,
                 )  # fmt: skip
     found.failed_calls += load.failed
     found.wrong_results += load.wrong

@@ -11,18 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from bench.campaigns.faults.campaign import Run
-from bench.campaigns.faults.damage import FILE, Found, use_while_damaged
-from bench.campaigns.faults.load import Load, pids_of, start, state_of, wait_until
+from bench.campaigns.faults.damage import FILE, Found, return_refused, start_refused, use_while_damaged
+from bench.campaigns.faults.load import Load, start
 from bench.campaigns.faults.mapped_files import LAYOUTS, start_laid_out
-from dflash_moe.errors import DflashError
 from dflash_moe.model.spec import ModelSpec
 
 SOURCE = Path(__file__).with_name("failing_reads.c")
@@ -76,26 +73,16 @@ class _Disk:
         """From now on it works."""
         self._token.unlink(missing_ok=True)
 
-
-def _is_named(text: str, file: Path) -> bool:
-    return str(file) in text or str(file.parent) in text
+    def is_named(self, text: str) -> bool:
+        """Whether an error names the file or its folder."""
+        return str(self.file.parent) in text
 
 
 def _at_start(given: Run, spec: ModelSpec, found: Found, disk: _Disk) -> None:
     for number in range(given.size):
-        text = ""
         done = disk.fails(CALLS[number % len(CALLS)])
-        began = time.monotonic()
-        try:
-            with start(spec):
-                found.accepted += 1
-        except DflashError as error:
-            text = str(error)
-        found.refused_s.append(time.monotonic() - began)
+        start_refused(given, spec, found, "EIO at start", done=done, is_named=disk.is_named)
         disk.works()
-        is_named = _is_named(text, disk.file)
-        found.unnamed += int(not is_named)
-        given.event("EIO at start", damage=done, verdict="named" if is_named else "unnamed", error=text[:300])
     with start(spec) as runtime:
         load = Load.quiet(runtime, tokens=(1,))
         found.unhealed += int(not all(load.call(work) for work in load.works))
@@ -106,26 +93,9 @@ def _at_return(given: Run, spec: ModelSpec, found: Found, disk: _Disk) -> None:
         load = Load.quiet(runtime, seed=given.seed)
         with load.running(seed=given.seed):
             for number in range(given.size):
-                victim = given.drawn.choice(("w0", "w1"))
-                done = disk.fails(CALLS[number % len(CALLS)])
-                began = time.monotonic()
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids_of(runtime)[victim], signal.SIGKILL)
-                is_out = wait_until(lambda: state_of(runtime, victim).state == "quarantined")  # noqa: B023
-                reason = state_of(runtime, victim).reason
-                found.refused_s.append(time.monotonic() - began)
-                disk.works()
-                began = time.monotonic()
-                with contextlib.suppress(DflashError):
-                    runtime.release(victim)
-                is_back = wait_until(lambda: state_of(runtime, victim).state == "ready")  # noqa: B023
-                found.back_s.append(time.monotonic() - began)
-                found.accepted += int(not is_out)
-                found.unhealed += int(not is_back)
-                found.unnamed += int(not _is_named(reason, disk.file))
-                given.event(
-                    "EIO at return", worker=victim, damage=done, failed_calls=load.failed, wrong_results=load.wrong,
-                    refused_s=found.refused_s[-1], verdict="refused" if is_out and is_back else "accepted", error=reason[:300],
+                harm = partial(disk.fails, CALLS[number % len(CALLS)])
+                return_refused(
+                    given, load, found, "EIO at return", harm=harm, mend=disk.works, is_named=disk.is_named
                 )  # fmt: skip
     found.failed_calls += load.failed
     found.wrong_results += load.wrong
@@ -139,6 +109,6 @@ def _under_use(given: Run, spec: ModelSpec, found: Found, disk: _Disk) -> None:
                 use_while_damaged(
                     given, load, found, f"EIO under use: {' and '.join(layouts)}", harm=partial(disk.fails, "pread"),
                     mend=disk.works, is_seen=True, has_other="packed" in layouts,
-                    is_named=lambda text: _is_named(text, disk.file),
+                    is_named=disk.is_named,
                 )  # fmt: skip
             found.wrong_results += load.wrong
