@@ -15,7 +15,6 @@
 #include <fcntl.h>
 #include <link.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -149,26 +148,7 @@ static int open_at(int folder, const char* path, int flags, mode_t mode) {
   if (fails(OPEN)) return errno = EMFILE, -1;
   return (int)syscall(SYS_openat, folder, path, flags, mode);
 }
-#define MODE_OF(flags, mode)             \
-  mode_t mode = 0;                       \
-  if ((flags) & (O_CREAT | O_TMPFILE)) { \
-    va_list more;                        \
-    va_start(more, flags);               \
-    mode = (mode_t)va_arg(more, int);    \
-    va_end(more);                        \
-  }
-int open(const char* path, int flags, ...) {
-  MODE_OF(flags, mode)
-  return open_at(AT_FDCWD, path, flags, mode);
-}
-int open64(const char* path, int flags, ...) {
-  MODE_OF(flags, mode)
-  return open_at(AT_FDCWD, path, flags, mode);
-}
-int openat(int folder, const char* path, int flags, ...) {
-  MODE_OF(flags, mode)
-  return open_at(folder, path, flags, mode);
-}
+#include "open_calls.h"
 
 int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*function)(void*),
                    void* argument) {

@@ -9,7 +9,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -63,23 +62,4 @@ static int open_at(int folder, const char* path, int flags, mode_t mode) {
   if (fails("open", -1, path, -1)) return errno = EIO, -1;
   return (int)syscall(SYS_openat, folder, path, flags, mode);
 }
-#define MODE_OF(flags, mode)             \
-  mode_t mode = 0;                       \
-  if ((flags) & (O_CREAT | O_TMPFILE)) { \
-    va_list more;                        \
-    va_start(more, flags);               \
-    mode = (mode_t)va_arg(more, int);    \
-    va_end(more);                        \
-  }
-int open(const char* path, int flags, ...) {
-  MODE_OF(flags, mode)
-  return open_at(AT_FDCWD, path, flags, mode);
-}
-int open64(const char* path, int flags, ...) {
-  MODE_OF(flags, mode)
-  return open_at(AT_FDCWD, path, flags, mode);
-}
-int openat(int folder, const char* path, int flags, ...) {
-  MODE_OF(flags, mode)
-  return open_at(folder, path, flags, mode);
-}
+#include "open_calls.h"
