@@ -65,7 +65,6 @@ def chat(
         history = ChatHistory(renderer, tokenizer, system)
         # A template that fails, or refuses the system prompt, says so before minutes of loading.
         history.ask("Hello")
-        history.reset()
         with loading_shown() as on_loading:
             llm = LLM(
                 directory,

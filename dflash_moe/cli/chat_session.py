@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dflash_moe.cli import generate_report, options
 from dflash_moe.cli.live_text import Rate, live_text
 from dflash_moe.config.values import did_you_mean
-from dflash_moe.engine.chat_history import CHANNEL
+from dflash_moe.engine.chat_history import CHANNEL, Window
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ COMMANDS = {
     "/help": "lists these commands",
     "/quit": "leaves; so does Ctrl-D",
 }
+# A prompt leaves at least one part of so many of the context for the answer, where turns can be
+# left out for it.
+LEAST_ANSWER = 4
 # A question may begin with a path; a command is a single word.
 _COMMAND = re.compile(r"/[a-z]+")
 
@@ -64,6 +67,8 @@ class ChatSession:
         self._history = history
         self._params = params
         self._answers: list[Answer] = []
+        # Why the latest prompt was computed from its beginning.
+        self._why_anew = ""
         self._is_terminal = sys.stdin.isatty()
         # Tokens without a text that part the messages of an answer.
         vocabulary = llm.tokenizer.get_vocab()
@@ -124,7 +129,7 @@ class ChatSession:
         except ConfigError as error:
             if not self._is_terminal:
                 raise
-            options.say(f"{error}; /reset begins a new conversation")
+            options.say(str(error))
             return False
         self._answers.append(answer)
         if answer.finish_reason is None:
@@ -149,16 +154,24 @@ class ChatSession:
         """Asks the model and writes its answer. An interrupt ends the answer, which is then without
         a finish reason; what came of it stays in the conversation.
         """
-        prompt = self._history.ask(text)
-        answer = Answer(len(prompt))
+        limit = self._llm.engine.length_limit
+        most = self._params.max_tokens
+        prompt = self._history.ask(text, Window(limit, min(most, limit.num_tokens // LEAST_ANSWER)))
+        if prompt.num_left_out and not self._history.num_left_out:
+            options.say(
+                f"the conversation is longer than {limit.num_tokens:,} tokens, {limit.reason}: the oldest turns are left out"
+            )
+        self._why_anew = prompt.not_kept
+        num_prompt = len(prompt.token_ids)
+        answer = Answer(num_prompt)
         token_ids: list[int] = []
         texts: list[str] = []
         cached, began = self._llm.engine.stats()["cached_tokens"], time.monotonic()
-        try:
-            params = dataclasses.replace(self._params, max_tokens=self._room(len(prompt)))
+        with contextlib.suppress(KeyboardInterrupt):
+            params = dataclasses.replace(self._params, max_tokens=min(most, limit.num_tokens - num_prompt))
             with (
-                live_text(_Progress(token_ids, len(prompt)), has_lines=False) as write,
-                contextlib.closing(self._llm.stream(prompt, params)) as chunks,
+                live_text(_Progress(token_ids, num_prompt), has_lines=False) as write,
+                contextlib.closing(self._llm.stream(prompt.token_ids, params)) as chunks,
             ):
                 for chunk in chunks:
                     token_ids += chunk.token_ids
@@ -168,42 +181,15 @@ class ChatSession:
                         write("\n")
                     if answer.ttft_s is None and token_ids:
                         answer.ttft_s = time.monotonic() - began
-                    answer.finish_reason = chunk.finish_reason
                     write(chunk.text)
+                    answer.finish_reason = chunk.finish_reason
                 write("\n")
-        except KeyboardInterrupt:
-            answer.finish_reason = None
-        except BaseException:
-            self._history.take_back()
-            raise
         answer.seconds = time.monotonic() - began
         answer.num_tokens = len(token_ids)
         answer.cached_tokens = self._llm.engine.stats()["cached_tokens"] - cached
         if token_ids:
-            self._history.answer(token_ids, "".join(texts))
-        else:
-            self._history.take_back()
+            self._history.answer(prompt, token_ids, "".join(texts))
         return answer
-
-    def _room(self, num_prompt: int) -> int:
-        """Returns how many tokens an answer may have: as many as were asked for, or as model and KV
-        cache have room for behind the prompt. Raises ConfigError where that is none.
-        """
-        check = self._llm.engine.check_length
-        most = self._params.max_tokens
-        with contextlib.suppress(ConfigError):
-            check(num_prompt + most)
-            return most
-        check(num_prompt + 1)
-        fits, beyond = 1, most
-        while beyond - fits > 1:
-            middle = (fits + beyond) // 2
-            try:
-                check(num_prompt + middle)
-                fits = middle
-            except ConfigError:
-                beyond = middle
-        return fits
 
     def _show_stats(self) -> None:
         history = self._history
@@ -212,7 +198,7 @@ class ChatSession:
             return
         latest = self._answers[-1]
         options.say(f"latest answer: {latest.speed()}")
-        why = f" ({history.not_kept})" if history.not_kept else ""
+        why = f" ({self._why_anew})" if self._why_anew else ""
         options.say(f"its prompt: {latest.prompt_tokens} tokens, {latest.cached_tokens} of them from the prefix cache{why}")
 
     def _say_goodbye(self) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from dflash_moe.engine.length_limit import LengthLimit
+from dflash_moe.errors import ConfigError
 from dflash_moe.integrations.tokenizer import decode, encode_with_ends
 
 # Of so many tokens before an answer its text is decoded with, because a token's text may depend on
 # what is before it.
 _CONTEXT = 4
-
 
 # gpt-oss writes several messages for one answer, of which its template takes the last
 # (https://cookbook.openai.com/articles/openai-harmony, "Channels").
@@ -25,94 +27,249 @@ CHANNEL = "<|channel|>"
 _FINAL = f"{CHANNEL}final<|message|>"
 _MARK = re.compile(r"<\|(?:return|end|start|call|channel)\|>")
 
+Message = dict[str, Any]
+
 
 class Renderer(Protocol):
     """What `ChatHistory` asks of a `TemplateRenderer`."""
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """Returns the text of a conversation and of what begins the next answer."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How many tokens a prompt and its answer may have: as many together as `limit` says. Where a
+    prompt leaves fewer than `answer_tokens` for the answer, the oldest turns are left out; without
+    `is_shifting` it is refused once it leaves none.
+    """
+
+    limit: LengthLimit
+    answer_tokens: int = 1
+    is_shifting: bool = True
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.limit.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question and the ids to compute for it, behind which the answer comes. The oldest
+    `num_left_out` turns of the conversation are not in it. `not_kept` says why it does not begin
+    with all that was computed before, and is empty where it does.
+    """
+
+    question: str
+    token_ids: list[int]
+    text: str
+    num_left_out: int = 0
+    not_kept: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What the model has computed of a conversation up to some answer, and its text."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A question with its answer. `computed` ends with the answer; it is None where this model has
+    not written it, or what was before it has changed since.
+    """
+
+    question: str
+    answer: str
+    computed: _Computed | None
+    num_left_out: int = 0
+
+
 class ChatHistory:
-    """The messages of a conversation and the ids that the model has seen. One thread uses it."""
+    """The messages of a conversation and the ids that the model has seen. One thread uses it.
+
+    Whatever fails or is interrupted leaves the conversation as it was: a question belongs to it
+    only together with its answer.
+    """
 
     def __init__(self, renderer: Renderer, tokenizer: Any, system: str | None = None) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._system = system
-        self.messages: list[dict[str, Any]] = []
-        # Why the latest prompt does not begin with all that was computed before; empty where it
-        # does.
-        self.not_kept = ""
-        # What was computed last, its text, and the text and ids of the prompt that is out now.
-        self._seen_ids: list[int] = []
-        self._seen_text = ""
-        self._prompt_ids: list[int] = []
-        self._prompt_text = ""
-        self.reset()
+        self._turns: tuple[_Turn, ...] = ()
+        # Why nothing of what was computed before can be the beginning of the next prompt.
+        self._why_anew = ""
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt, which stands before all turns."""
+        return self._system
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation, with the turns that prompts leave out."""
+        return self._messages(0)
 
     @property
     def num_turns(self) -> int:
-        """The number of the user's messages."""
-        return sum(message["role"] == "user" for message in self.messages)
+        """The number of questions with an answer."""
+        return len(self._turns)
+
+    @property
+    def num_left_out(self) -> int:
+        """The number of the oldest turns that the latest prompt left out."""
+        return self._turns[-1].num_left_out if self._turns else 0
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of the latest prompt and its answer."""
-        return len(self._seen_ids)
+        return len(self._computed.token_ids)
 
     def reset(self) -> None:
         """Forgets everything but the system prompt."""
-        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        self._seen_ids, self._seen_text, self.not_kept = [], "", ""
+        self._turns, self._why_anew = (), ""
 
-    def ask(self, text: str) -> list[int]:
-        """Adds what the user says and returns the ids of the prompt. Errors are those of the
-        renderer and of the tokenizer, and leave the conversation as it was.
+    def ask(self, text: str, window: Window | None = None) -> Prompt:
+        """Returns the prompt of a question, within `window` where there is one. Errors: ConfigError
+        for what cannot fit, and those of the renderer and of the tokenizer.
         """
-        self.messages.append({"role": "user", "content": text})
-        try:
-            self._prompt_text = self._renderer.render(self.messages)
-            self._prompt_ids = self._tokenised(self._prompt_text)
-        except BaseException:
-            self.messages.pop()
-            raise
-        return self._prompt_ids
+        left_out = self.num_left_out
+        prompt = self._prompt(text, left_out)
+        if window is None or len(prompt.token_ids) + window.answer_tokens <= window.max_length:
+            return prompt
+        if window.is_shifting and left_out < self.num_turns:
+            prompt = self._shifted(text, window.max_length // 2)
+        if len(prompt.token_ids) < window.max_length:
+            return prompt
+        raise self._too_long(prompt, window)
 
-    def answer(self, token_ids: Sequence[int], text: str) -> None:
-        """Adds the answer to the latest question: its ids as generated, and its text as shown."""
-        context = self._prompt_ids[-_CONTEXT:]
+    def answer(self, prompt: Prompt, token_ids: Sequence[int], text: str) -> None:
+        """Adds a question and its answer: the ids as generated, and the text as shown."""
+        context = prompt.token_ids[-_CONTEXT:]
         before = self._decoded(context)
         written = self._decoded([*context, *token_ids])[len(before) :]
-        self.messages.append({"role": "assistant", "content": _content(written, text)})
-        self._seen_ids = [*self._prompt_ids, *token_ids]
-        self._seen_text = self._prompt_text + written
+        computed = _Computed((*prompt.token_ids, *token_ids), prompt.text + written)
+        turn = _Turn(prompt.question, _content(written, text), computed, prompt.num_left_out)
+        self._turns, self._why_anew = (*self._turns, turn), ""
 
-    def take_back(self) -> None:
-        """Removes the latest question, which got no answer."""
-        self.messages.pop()
+    def undo(self) -> str | None:
+        """Removes the latest turn and returns its question; None where there is none."""
+        if not self._turns:
+            return None
+        *kept, last = self._turns
+        self._turns = tuple(kept)
+        return last.question
 
-    def _tokenised(self, text: str) -> list[int]:
+    def set_system(self, text: str | None) -> None:
+        """Replaces the system prompt, or takes it away. Errors are those of the renderer, for a
+        template that takes none.
+        """
+        self._renderer.render([*_system_message(text), {"role": "user", "content": "Hello"}])
+        self._begin_anew(text, self._turns, "the system prompt was changed")
+
+    def load(self, messages: Sequence[Message]) -> None:
+        """Replaces the conversation by messages with a `role` and a `content` each: at most one
+        "system" first, then "user" and "assistant" in turn. Raises ConfigError that names the
+        message which is something else.
+        """
+        system, turns = _system_and_turns(messages)
+        self._begin_anew(system, tuple(_Turn(question, answer, None) for question, answer in turns), "it was loaded")
+
+    def _begin_anew(self, system: str | None, turns: tuple[_Turn, ...], why: str) -> None:
+        self._system = system
+        self._turns = tuple(replace(turn, computed=None, num_left_out=0) for turn in turns)
+        self._why_anew = why if turns else ""
+
+    @property
+    def _computed(self) -> _Computed:
+        return (self._turns[-1].computed if self._turns else None) or _Computed()
+
+    def _messages(self, left_out: int) -> list[Message]:
+        found = _system_message(self._system)
+        for turn in self._turns[left_out:]:
+            found += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        return found
+
+    def _prompt(self, question: str, left_out: int) -> Prompt:
+        text = self._renderer.render([*self._messages(left_out), {"role": "user", "content": question}])
+        token_ids, not_kept = self._tokenised(text)
+        if left_out > self.num_left_out:
+            not_kept = "the oldest turns are left out"
+        return Prompt(question, token_ids, text, left_out, not_kept)
+
+    def _shifted(self, question: str, most: int) -> Prompt:
+        """Returns the prompt without as many of the oldest turns as it takes to have `most` tokens
+        or fewer, or without all of them. Half of the room is free again then, so that only now and
+        then a prompt is computed from its beginning.
+        """
+        first, last = self.num_left_out + 1, self.num_turns
+        while first < last:
+            middle = (first + last) // 2
+            if len(self._prompt(question, middle).token_ids) <= most:
+                last = middle
+            else:
+                first = middle + 1
+        return self._prompt(question, first)
+
+    def _too_long(self, prompt: Prompt, window: Window) -> ConfigError:
+        room = f"prompt and answer together may have {window.max_length:,}, {window.limit.reason}"
+        alone = self._prompt(prompt.question, self.num_turns)
+        if len(alone.token_ids) >= window.max_length:
+            what = "the message alone makes" if self._system is None else "message and system prompt alone make"
+            return ConfigError(f"{what} a prompt of {len(alone.token_ids):,} tokens, and {room}; shorten it")
+        return ConfigError(
+            f"with this message the conversation has {len(prompt.token_ids):,} tokens, and {room}; without --no-shift its "
+            "oldest turns are left out"
+        )
+
+    def _tokenised(self, text: str) -> tuple[list[int], str]:
+        """Returns the ids of a rendered conversation, with those that were computed as they were;
+        and why they are not its beginning, empty where they are.
+        """
         token_ids, ends = encode_with_ends(self._tokenizer, text)
-        seen = len(self._seen_ids)
-        self.not_kept = ""
-        if token_ids[:seen] == self._seen_ids:
-            return token_ids
-        if not text.startswith(self._seen_text):
-            self.not_kept = "the template renders the latest answer otherwise than the model wrote it"
-            return token_ids
+        computed = self._computed
+        seen = len(computed.token_ids)
+        if self._why_anew:
+            return token_ids, self._why_anew
+        if tuple(token_ids[:seen]) == computed.token_ids:
+            return token_ids, ""
+        if not text.startswith(computed.text):
+            return token_ids, "the template renders the latest answer otherwise than the model wrote it"
         # Only where a token ends with the seen text do the later ones say what is behind it.
-        place = next((place for place, end in enumerate(ends) if end >= len(self._seen_text)), None)
-        if place is None or ends[place] != len(self._seen_text):
-            self.not_kept = "no token ends where the latest answer does"
-            return token_ids
-        while place + 1 < len(ends) and ends[place + 1] == len(self._seen_text):
+        place = next((place for place, end in enumerate(ends) if end >= len(computed.text)), None)
+        if place is None or ends[place] != len(computed.text):
+            return token_ids, "no token ends where the latest answer does"
+        while place + 1 < len(ends) and ends[place + 1] == len(computed.text):
             place += 1
-        return [*self._seen_ids, *token_ids[place + 1 :]]
+        return [*computed.token_ids, *token_ids[place + 1 :]], ""
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return decode(self._tokenizer, token_ids, skip_special_tokens=False)
+
+
+def _system_message(text: str | None) -> list[Message]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def _system_and_turns(messages: Sequence[Message]) -> tuple[str | None, list[tuple[str, str]]]:
+    """Returns the system prompt of a conversation, and its questions with their answers."""
+    contents = [message["content"] for message in messages]
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    for place, message in enumerate(messages[has_system:]):
+        expected = ("user", "assistant")[place % 2]
+        if message["role"] != expected:
+            raise ConfigError(
+                f"message {place + has_system + 1} is of {message['role']}, expected {expected}: a conversation has at most "
+                "one system message first, then user and assistant in turn"
+            )
+    said = contents[has_system:]
+    if len(said) % 2:
+        raise ConfigError(f"message {len(messages)}, the last one, is of user: each question needs an answer")
+    return (contents[0] if has_system else None), list(zip(said[::2], said[1::2], strict=True))
 
 
 def _content(written: str, shown: str) -> str:

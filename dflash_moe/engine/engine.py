@@ -22,6 +22,7 @@ from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, 
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
+from dflash_moe.engine.length_limit import LengthLimit, length_limit
 from dflash_moe.engine.prompt_check import checked_prompt
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
@@ -104,11 +105,10 @@ class Engine:
             raise error.reworded(f"request {request_id}: {error}") from None
         return stream
 
-    def check_length(self, num_tokens: int) -> None:
-        """Raises ConfigError where the model has no positions, or the KV cache no room, for a
-        sequence of `num_tokens` tokens.
-        """
-        self._forward.check_length(num_tokens)
+    @property
+    def length_limit(self) -> LengthLimit:
+        """The most tokens that a request may have, its prompt included, and why no more."""
+        return length_limit(self._forward, self.settings)
 
     def _requests(self, request_id: int, prompt: list[int], params: SamplingParams, stream: TokenStream) -> list[Request]:
         seed = secrets.randbits(63) if params.seed is None else params.seed

@@ -127,7 +127,9 @@ def test_a_template_that_cannot_serve_is_told_before_anything_is_loaded(
 def test_a_turn_that_cannot_be_computed_ends_a_pipe(capsys, monkeypatch, one_worker):
     code, _, err = chat(capsys, monkeypatch, "word " * 6000 + "\nnext\n", "--model", MODEL, "--topology", one_worker)
     assert code == 2
-    assert re.search(r"a sequence of \d+ tokens was asked for.*positions for 1..4096", err.splitlines()[-1])
+    assert re.search(
+        r"the message alone makes a prompt of 6,0\d\d tokens, .* may have 4,096, .*; shorten it$", err.splitlines()[-1]
+    )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
     assert run(["chat", "--model", str(MODEL), "--topology", str(one_worker)]) == 2
     assert "stdin: not UTF-8 text" in capsys.readouterr().err.splitlines()[-1]
@@ -139,6 +141,14 @@ def test_an_answer_gets_the_room_that_is_left(capsys, monkeypatch, one_worker):
     code, _, err = chat(capsys, monkeypatch, lines, "--model", MODEL, "--topology", one_worker, *ENDLESS)
     assert code == 0, err
     assert re.search(r"the answer ends after [1-6] tokens, which is the limit", err)
+
+
+def test_the_context_that_is_allowed_bounds_answers_and_leaves_out_the_oldest_turns(capsys, monkeypatch, one_worker):
+    lines = "".join(f"word {'again ' * 20}{number}\n" for number in range(6))
+    code, _, err = chat(capsys, monkeypatch, lines, "--model", MODEL, "--topology", one_worker, "--max-context", 128, *ENDLESS)
+    assert code == 0, err
+    assert err.count("the conversation is longer than 128 tokens, which --max-context allows (engine.max_context)") == 1
+    assert err.count("the answer ends after") == 6
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
