@@ -158,7 +158,7 @@ def _first_token(path: Path, topology: Path, rounds: int) -> list[dict[str, Any]
     file into the page cache.
     """
     command = [sys.executable, "-m", "dflash_moe", "generate", "--model", path, "--topology", topology, "--prompt", "a",
-               "--max-new-tokens", "1"]  # fmt: skip
+               "--max-tokens", "1"]  # fmt: skip
     reading, generating = [], []
     for number in range(rounds + 1):
         began = time.monotonic()

@@ -25,6 +25,7 @@ from dflash_moe.cli import (
 )
 from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.cli.bench_tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
+from dflash_moe.cli.command_line import Commands
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ MAX_PROMPT_TOKENS = 1 << 20
 
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
-    bench = typer.Typer(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
+    bench = Commands(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
     bench.command(name="ipc")(ipc)
     bench.command(name="prefill")(prefill)
     bench.command(name="decode")(decode)
@@ -81,7 +82,7 @@ def ipc(
     """
     from dflash_moe.bench.ipc import PAYLOADS_FULL, IpcParams, run_ipc
 
-    _prepare(json_out, plot)
+    _check_plot(plot)
     params = IpcParams(payloads=PAYLOADS_FULL, batches=15) if full else IpcParams()
     if payloads:
         params = dataclasses.replace(params, payloads=options.numbers(payloads, "--payloads", MAX_PAYLOAD_BYTES))
@@ -125,7 +126,7 @@ def prefill(
     """
     from dflash_moe.bench.prefill import PrefillParams, run_prefill
 
-    _prepare(None, plot)
+    _check_plot(plot)
     _refuse_lists(overrides, "prefill")
     params = PrefillParams(
         model=options.model_directory(model),
@@ -168,7 +169,7 @@ def decode(
     """
     from dflash_moe.bench.decode import DecodeParams, run_decode
 
-    _prepare(None, plot)
+    _check_plot(plot)
     _refuse_lists(overrides, "decode")
     params = DecodeParams(
         model=options.model_directory(model),
@@ -184,9 +185,8 @@ def decode(
     store_plot(recorder, plot)
 
 
-def _prepare(json_out: Path | None, plot: Path | None) -> None:
-    """Refuses outputs that cannot be written, before the work is done."""
-    options.prepare_outputs(json_out, plot)
+def _check_plot(plot: Path | None) -> None:
+    """Refuses a picture that cannot be drawn, before the work is done."""
     if plot is not None:
         from dflash_moe.bench.plot import check_output
 

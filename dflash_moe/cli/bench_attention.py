@@ -43,7 +43,6 @@ def attention(
     """
     from dflash_moe.bench.attention import AttentionParams, run_attention
 
-    options.prepare_outputs(json_out, plot)
     if plot is not None:
         from dflash_moe.bench.plot import check_output
 

@@ -12,6 +12,7 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench_run import JsonOption, measuring
+from dflash_moe.cli.command_line import Commands
 from dflash_moe.errors import ConfigError, DflashError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ MIB = 1 << 20
 
 def register(bench: typer.Typer) -> None:
     """Adds the group `campaign` to the group `bench`."""
-    campaign = typer.Typer(help="Measure all that this machine has of a kind, by one command.", no_args_is_help=True)
+    campaign = Commands(help="Measure all that this machine has of a kind, by one command.", no_args_is_help=True)
     campaign.command(name="prefill-cards")(prefill_cards)
     # With one command only, the name of a group would be swallowed.
     campaign.callback()(_campaign)
@@ -65,7 +66,6 @@ def prefill_cards(
     for taken in ("mode", "dtype", "reply_dtype"):
         if overrides.get(taken) is not None:
             raise ConfigError(f"--{taken.replace('_', '-')}: bench campaign measures every mode in the model's own dtype")
-    options.prepare_outputs(json_out)
     params = PrefillParams(options.model_directory(model), (prompt_tokens,), new_tokens, MODES, repeat=repeat, with_local=False)
     with measuring(json_out, show) as recorder:
         result = run_prefill_cards(params, backend, recorder=recorder, overrides=overrides)

@@ -47,7 +47,6 @@ def doorbell(
     from dflash_moe.bench.doorbell import DoorbellParams, run_doorbell
 
     _check_backend(backend)
-    options.prepare_outputs(json_out)
     with measuring(json_out, lambda result: print_doorbell(result.rows)) as recorder:
         run_doorbell(DoorbellParams(backend, device, rounds), recorder=recorder)
 
@@ -88,7 +87,6 @@ def step(
 
     _check_backend(backend)
     batches = options.numbers(tokens, "--tokens", MAX_STEP_TOKENS)
-    options.prepare_outputs(json_out)
     with measuring(json_out, lambda result: print_steps(result.rows)) as recorder:
         result = run_device_steps(StepParams(backend, device, tokens=batches, repeat=repeat), recorder=recorder)
     if any(row.get("same_bits") is False for row in result.rows):

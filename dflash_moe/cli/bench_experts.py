@@ -68,7 +68,6 @@ def experts(
 
     if backend not in BACKENDS:
         raise ConfigError(f"--backend {backend!r} is not allowed; allowed: {', '.join(BACKENDS)}")
-    options.prepare_outputs(json_out, plot)
     if backend != "cpu":
         _on_device(backend, formats, numerics, tokens, repeat, with_torch, json_out)
         return

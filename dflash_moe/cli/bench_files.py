@@ -47,9 +47,7 @@ def compare(
         ),
     ] = None,
     fail_if_slower: Annotated[bool, typer.Option("--fail-if-slower", help="Exit with 1 when anything is slower.")] = False,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the verdicts here [default: nowhere].", show_default=False)
-    ] = None,
+    json_out: Annotated[Path | None, options.json_option("The verdicts")] = None,
 ) -> None:
     """Faster, slower or cannot tell: B against A, or row Y against row X, with bootstrap intervals
     from all samples.
@@ -57,7 +55,6 @@ def compare(
     from dflash_moe.bench.compare import compare_files, compare_rows
     from dflash_moe.bench.results import read_result
 
-    options.prepare_outputs(json_out)
     if len(files) != (1 if rows else 2):
         raise ConfigError(f"{len(files)} files given; pass two results, or one result and --rows X Y")
     found = [read_result(path) for path in files]

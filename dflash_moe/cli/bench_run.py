@@ -14,19 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_moe.cli.bench_progress import reporting
+from dflash_moe.cli.json_output import STDOUT, json_option, write_json
 
 if TYPE_CHECKING:
     from dflash_moe.bench.harness import Recorder
     from dflash_moe.bench.results import BenchResult
 
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        help="Write the result (all samples, machine, commit) here, anew after every round [default: nowhere].",
-        show_default=False,
-    ),
-]
+JsonOption = Annotated[Path | None, json_option("The result (all samples, machine, commit)")]
 PlotOption = Annotated[
     Path | None,
     typer.Option(
@@ -45,11 +39,14 @@ def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Ite
     recorder: Recorder | None = None
     try:
         with reporting() as reporter:
-            recorder = Recorder(json_out, reporter)
+            # A file has every round as soon as it is measured, stdout the whole at the end.
+            recorder = Recorder(None if json_out == STDOUT else json_out, reporter)
             yield recorder
     finally:
         if recorder is not None and recorder.result is not None and recorder.result.rows:
             show(recorder.result)
+            if json_out == STDOUT:
+                write_json(STDOUT, recorder.result.as_json())
 
 
 def store_plot(recorder: Recorder, plot: Path | None) -> None:

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_moe.cli import options, sampling_options
+from dflash_moe.cli import help_page, options, sampling_options
 from dflash_moe.cli.demo_model import DEMO, TOY
 from dflash_moe.cli.loading import loading_shown
 
 # Long enough for an answer that thinks first; Ctrl-C ends one that does not come to an end.
-MAX_NEW_TOKENS = 2048
-_RECOMMENDED = "what the checkpoint recommends"
+MAX_TOKENS = 2048
+_RECOMMENDED = "what the model recommends"
 
 
 def register(app: typer.Typer) -> None:
@@ -28,9 +28,15 @@ def chat(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System prompt, before all turns [default: none].", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="System prompt: before all turns [default: none].",
+            show_default=False,
+            rich_help_panel=help_page.MODEL,
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, sampling_options.max_new_tokens("answer")] = MAX_NEW_TOKENS,
+    max_tokens: Annotated[int, sampling_options.max_tokens("answer")] = MAX_TOKENS,
     temperature: Annotated[float | None, sampling_options.temperature(f"{_RECOMMENDED}, else 0")] = None,
     top_p: Annotated[float | None, sampling_options.top_p(f"{_RECOMMENDED}, else 1")] = None,
     top_k: Annotated[int | None, sampling_options.top_k(f"{_RECOMMENDED}, else 0")] = None,
@@ -57,7 +63,7 @@ def chat(
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     stated = {name: value for name, value in given.items() if value is not None}
     params = sampling_options.sampling_params(
-        max_tokens=max_new_tokens, stop=tuple(stop or ()), seed=seed, **{"temperature": 0.0, **recommended, **stated}
+        max_tokens=max_tokens, stop=tuple(stop or ()), seed=seed, **{"temperature": 0.0, **recommended, **stated}
     )
     tokenizer = load_tokenizer(directory)
     template = find_chat_template(directory, tokenizer)

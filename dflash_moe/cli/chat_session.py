@@ -135,7 +135,7 @@ class ChatSession:
         if answer.finish_reason is None:
             options.say("stopped" if answer.num_tokens else "stopped before the first token; the question is forgotten")
         elif answer.finish_reason == "length":
-            options.say(f"the answer ends after {answer.num_tokens} tokens, which is the limit (--max-new-tokens, or context)")
+            options.say(f"the answer ends after {answer.num_tokens} tokens, which is the limit (--max-tokens, or context)")
         return answer.finish_reason is None
 
     def _obey(self, command: str) -> None:

@@ -53,9 +53,7 @@ def diff(
         str | None, typer.Option(help="Text whose tokens both compute [default: 96 random tokens].", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="Seed of the random tokens.")] = 0,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the report here [default: nowhere].", show_default=False)
-    ] = None,
+    json_out: Annotated[Path | None, options.json_option("The report")] = None,
     **overrides: Any,
 ) -> None:
     """Show where two runs part: first layer, token and expert, and by how much.

@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,7 +45,7 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_out: Annotated[Path | None, options.json_option("The findings")] = None,
     selftest: Annotated[bool, typer.Option("--selftest", help="Also run all kernels against the reference.")] = False,
 ) -> None:
     """Show what this machine can do and why not: CPU, backends, transports, memory, threads."""
@@ -62,10 +61,10 @@ def doctor(
             if not test.is_passed:
                 what = f"self-test {test.isa}, {test.numerics}, {test.weight_dtype} weights"
                 found["problems"].append(f"{what}: {test.error or f'{test.differing} elements differ'}")
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-    else:
+    if json_out != options.STDOUT:
         print_findings(found)
+    if json_out is not None:
+        options.write_json(json_out, found)
     failed = [test for test in tests if not test.is_passed]
     if failed:
         raise DflashError(f"{len(failed)} of {len(tests)} self-tests failed: these kernels do not give the reference's bits")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import generate_report, options, sampling_options
+from dflash_moe.cli import generate_report, help_page, options, sampling_options
 from dflash_moe.cli.live_text import Rate, Write, live_text
 from dflash_moe.cli.loading import loading_shown
 from dflash_moe.cli.prompt_files import GivenPrompt, GivenPrompts, given_prompts
@@ -36,36 +36,43 @@ def generate(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Text to complete [default: none; give this or --prompt-file].", show_default=False)
+        str | None,
+        typer.Option(
+            "-p",
+            "--prompt",
+            metavar="TEXT",
+            help="Text to complete [default: none; give this or --prompt-file].",
+            show_default=False,
+            rich_help_panel=help_page.MODEL,
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 file with the text to complete, or with several prompts as JSON lines: each a string, or an object "
+            metavar="FILE",
+            help="UTF-8 file with the text, or JSON lines: several prompts, each a string, or an object "
             'such as {"prompt": "Once", "max_tokens": 8, "temperature": 0.7} with any of SamplingParams\' names. Lines are '
             'read where the name ends in .jsonl, or every line is an object with "prompt" and the name does not end in .txt '
             "[default: none].",
             show_default=False,
+            rich_help_panel=help_page.MODEL,
         ),
     ] = None,
-    max_new_tokens: Annotated[int, sampling_options.max_new_tokens("prompt")] = 64,
+    max_tokens: Annotated[int, sampling_options.max_tokens("prompt")] = 64,
     temperature: Annotated[float, sampling_options.temperature()] = 0.0,
     top_p: Annotated[float, sampling_options.top_p()] = 1.0,
     top_k: Annotated[int, sampling_options.top_k()] = 0,
     min_p: Annotated[float, sampling_options.min_p()] = 0.0,
     stop: Annotated[list[str] | None, sampling_options.STOP] = None,
     seed: Annotated[int, sampling_options.SEED] = 0,
-    json_out: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write token ids, times and byte counts here [default: nowhere].", show_default=False),
-    ] = None,
+    json_out: Annotated[Path | None, options.json_option("Token ids, times and byte counts")] = None,
     receipt: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write a receipt here, with which `replay` proves the run again, on any machine; for one prompt "
-            "[default: none].",
+            help="Write a receipt here: `replay` proves the run again with it, on any machine; for one prompt [default: none].",
             show_default=False,
+            rich_help_panel=help_page.MORE,
         ),
     ] = None,
     **overrides: Any,
@@ -79,7 +86,7 @@ def generate(
     fast it was.
     """
     params = sampling_params(
-        max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=tuple(stop or ()),
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=tuple(stop or ()),
         seed=seed,
     )  # fmt: skip
     given = given_prompts(prompt, prompt_file, params)

@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 
+from dflash_moe.cli.command_line import Commands
 from dflash_moe.errors import printable
 from dflash_moe.protocol.keys import write_key_file
 
 
 def register(app: typer.Typer) -> None:
     """Adds `key make`."""
-    key = typer.Typer(help="Keys that host and workers share.", no_args_is_help=True)
+    key = Commands(help="Keys that host and workers share.", no_args_is_help=True)
     key.callback()(_keep_subcommand)
     key.command(name="make")(make)
     app.add_typer(key, name="key")

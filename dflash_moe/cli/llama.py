@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
+from dflash_moe.cli.json_output import STDOUT
 from dflash_moe.cli.loading import loading_shown
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import ConfigError
@@ -39,7 +40,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="llama")(llama)
 
 
-@options.with_settings
+@options.with_settings_without_letters
 def llama(
     program: Annotated[
         list[str],
@@ -72,15 +73,7 @@ def llama(
             help="Let the program compute the layers that workers cannot stand in for, instead of ending it.",
         ),
     ] = False,
-    json_out: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="OUT",
-            help="Write the counters of the line at the end to this file [default: nowhere].",
-            show_default=False,
-        ),
-    ] = None,
+    json_out: Annotated[Path | None, options.json_option("The counters of the line at the end")] = None,
     **overrides: Any,
 ) -> None:
     """Run llama-server, or another program of llama.cpp, with its routed experts computed by
@@ -89,6 +82,8 @@ def llama(
     from dflash_moe.cli.llama_flags import read_flags
     from dflash_moe.cli.llama_program import Program, find_program
 
+    if json_out == STDOUT:
+        raise ConfigError("--json: stdout is the program's; name a file for the counters, such as --json counters.json")
     command = [find_program(program[0]), *program[1:]]
     flags = read_flags(command[0], command[1:], os.environ)
     if flags.is_telling:

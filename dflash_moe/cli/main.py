@@ -1,5 +1,4 @@
-"""`dflash-moe`: this puts the commands together, and turns errors into one sentence and an exit
-code.
+"""`dflash-moe`: this runs a command line, and turns errors into one sentence and an exit code.
 
 Exit codes: 0, 2 for bad input or configuration, 1 for a failed check, 3 for a lost worker, 130 on
 Ctrl-C. The last stderr line of a failure is one sentence; what an error quotes (a worker's log)
@@ -9,31 +8,26 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import difflib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from dflash_moe.errors import DflashError, printable
-from dflash_moe.version import __version__
+from dflash_moe.cli.command_line import MAX_COMPARED
+from dflash_moe.cli.demo_model import DEMO
+from dflash_moe.cli.help_page import FORMER_NAMES
+from dflash_moe.cli.root import DEBUG, PROGRAM, build_app
+from dflash_moe.errors import DflashError, printable, shown
 
-PROGRAM = "dflash-moe"
-# These are the commands in the order of --help. One whose module is not there (yet) is left out; a
-# module that is there and broken raises.
-COMMANDS = (
-    "demo", "doctor", "model", "worker", "key", "generate", "chat", "replay", "llama", "verify", "diff", "serve", "plan",
-    "workers", "bench", "simulate",
-)  # fmt: skip
 # The command whose users write flags of another program.
 RUNS_PROGRAMS = "llama"
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-DEBUG = "--debug"
+MODEL_PARAMETER = "model"
 # These packages are absent where only workers run.
 HOST_PACKAGES = {"torch", "transformers"}
 HOST_EXTRA = "dflash-moe[host]"
@@ -45,7 +39,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """
     given, is_debug = _normalised(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = build_app(_asked_for(given))(given, prog_name=PROGRAM, standalone_mode=False)
+        code = build_app()(given, prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
         if code == EXIT_INTERRUPTED:
             # Some versions of the parser hand over a Ctrl-C in this way.
@@ -62,26 +56,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the one place where errors become text
         return report(error, is_debug=is_debug)
-
-
-def build_app(names: Sequence[str] | None = None) -> typer.Typer:
-    """Builds the application with these commands, or with all where `names` is None, as far as
-    their modules exist.
-    """
-    app = typer.Typer(
-        name=PROGRAM,
-        add_completion=False,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(_global_options)
-    for name in COMMANDS if names is None else names:
-        module_name = f"dflash_moe.cli.{name}"
-        if importlib.util.find_spec(module_name) is not None:
-            importlib.import_module(module_name).register(app)
-    return app
 
 
 def report(error: Exception, *, is_debug: bool) -> int:
@@ -115,53 +89,39 @@ def _report_usage(error: Any) -> int:
         message = "a command is missing; choose one of those above"
     elif context is not None:
         print(context.get_usage(), file=sys.stderr)  # noqa: T201
-    is_programs = message.startswith("No such option") and "Did you mean" not in message
-    if is_programs and getattr(context, "info_name", "") == RUNS_PROGRAMS:
-        message = f"{message.rstrip('.')}; the program and its own flags follow behind `--`"
+    if hasattr(error, "possibilities"):
+        message = _no_such_option(error.option_name, error.possibilities or (), context)
+    elif getattr(getattr(error, "param", None), "name", "") == MODEL_PARAMETER and message.startswith("Missing"):
+        message = f"{message.rstrip('.')}: a GGUF file, a folder of safetensors, or `{DEMO}` for the shipped model"
+    elif message.startswith("Got unexpected extra argument"):
+        message = _not_expected(message.rpartition(" (")[2].removesuffix(")"), context)
     _say_last(message)
     return EXIT_USAGE
 
 
-def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
-    """Returns the commands whose modules this command line needs: one where it begins with a
-    command, and else all. A worker starts in half the time without those of the host.
-    """
-    return arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS
+def _not_expected(words: str, context: Any) -> str:
+    """Says that words stand where none are expected, and how a model is given where one is."""
+    hint = f"`{context.command_path} --help` says what it takes"
+    if any(parameter.name == MODEL_PARAMETER for parameter in context.command.params):
+        hint = f"a model is given with -m, as in `-m {DEMO}`"
+    return f"{shown(words)}: not expected here; {hint}"
 
 
-def _global_options(
-    _debug: Annotated[bool, typer.Option(DEBUG, help="Print a traceback with an error; also accepted at the end.")] = False,
-    _version: Annotated[
-        bool, typer.Option("--version", callback=lambda asked: _print_version(asked), is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Distributed mixture-of-experts offload: attention on the host, routed experts in other
-    processes, bit-exact.
-    """
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"{PROGRAM} {__version__}")
-        raise typer.Exit
+def _no_such_option(name: str, known: Sequence[str], context: Any) -> str:
+    """Says what may have been meant by an option that there is not."""
+    near = difflib.get_close_matches(name[:MAX_COMPARED], [one for one in known if one not in FORMER_NAMES], n=1)
+    if near:
+        return f"No such option {shown(name)}; did you mean `{near[0]}`?"
+    if getattr(context, "info_name", "") == RUNS_PROGRAMS:
+        return f"No such option {shown(name)}; the program and its own flags follow behind `--`"
+    return f"No such option {shown(name)}; `{context.command_path} --help` lists all"
 
 
 def _normalised(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Takes --debug from wherever it stands and gives a bare --profile its value 1. What follows a
-    bare -- is another program's.
-    """
+    """Takes --debug from wherever it stands. What follows a bare -- is another program's."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, others = arguments[:end], arguments[end:]
-    given: list[str] = []
-    is_debug = False
-    for at, argument in enumerate(arguments):
-        if argument == DEBUG:
-            is_debug = True
-        elif argument == "--profile" and (at + 1 == len(arguments) or arguments[at + 1].startswith("-")):
-            given.append("--profile=1")
-        else:
-            given.append(argument)
-    return [*given, *others], is_debug
+    given = [argument for argument in arguments[:end] if argument != DEBUG]
+    return [*given, *arguments[end:]], len(given) < end
 
 
 def _say_last(text: str) -> None:

@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_moe.cli import options
+from dflash_moe.cli.command_line import Commands
 from dflash_moe.config.values import format_bytes
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.model.gguf_header import is_gguf
@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 def register(app: typer.Typer) -> None:
     """Adds `model make`, `model inspect` and `model stub`."""
-    model = typer.Typer(help="Make and inspect checkpoints, and stubs of GGUF files.", no_args_is_help=True)
+    model = Commands(help="Make and inspect checkpoints, and stubs of GGUF files.", no_args_is_help=True)
     model.command(name="make")(make)
     model.command(name="inspect")(inspect)
     model.command(name="stub")(stub)
@@ -62,7 +62,7 @@ def make(
 
 def inspect(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint directory or GGUF file.", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_out: Annotated[Path | None, options.json_option("All that is known")] = None,
 ) -> None:
     """Show layers, experts, bytes per expert, what fits where, and whether the model is
     supported.
@@ -70,8 +70,9 @@ def inspect(
     from dflash_moe.model.inspect import inspect_model
 
     found = inspect_model(options.model_directory(directory))
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
+    if json_out is not None:
+        options.write_json(json_out, found.to_json())
+    if json_out == options.STDOUT:
         return
     class_names = ", ".join(found.architectures) or "no class named"
     typer.echo(f"{class_names} ({found.model_type}), {format_bytes(found.checkpoint_bytes)}")

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 import stat
@@ -24,8 +25,23 @@ _HUB_ID = re.compile(
 )
 # The quantisation that most repositories of GGUF files have, and most people take.
 USUAL_KIND = "Q4_K_M"
+WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 # Names in a folder that are compared with one that is not there.
 MAX_NAMES = 10_000
+
+
+def names_model(value: str) -> bool:
+    """Says whether a word can be meant as a model and not as a file to write: `demo`, a file of
+    weights, whether it is there or not, or a directory with such files.
+    """
+    path = Path(value)
+    if value == DEMO or path.suffix in WEIGHT_SUFFIXES or (os.path.isfile(value) and is_gguf(path)):
+        return True
+    try:
+        names = [entry.name for entry in itertools.islice(os.scandir(path), MAX_NAMES)]
+    except (OSError, ValueError):
+        return False
+    return any(name == "config.json" or name.endswith(WEIGHT_SUFFIXES) for name in names)
 
 
 def model_directory(value: str) -> Path:

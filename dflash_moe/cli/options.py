@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 import logging
 import os
 import re
@@ -17,25 +16,33 @@ import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dflash_moe.cli import help_page
+from dflash_moe.cli.json_output import STDOUT as STDOUT
+from dflash_moe.cli.json_output import json_option as json_option
+from dflash_moe.cli.json_output import prepare_outputs as prepare_outputs
+from dflash_moe.cli.json_output import write_json as write_json
 from dflash_moe.cli.model_path import model_directory as model_directory
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
-from dflash_moe.errors import ConfigError, DflashError, printable, shown
-from dflash_moe.runtime.threads import ThreadPlan, thread_plan
-from dflash_moe.runtime.transports import check_paths
-from dflash_moe.topology import Topology
-from dflash_moe.topology.topology import FITTED
+from dflash_moe.errors import ConfigError, printable, shown
+
+if TYPE_CHECKING:
+    from dflash_moe.runtime.threads import ThreadPlan
+    from dflash_moe.topology import Topology
 
 ModelOption = Annotated[
     str,
     typer.Option(
+        "-m",
         "--model",
-        metavar="DIR",
-        help="Checkpoint: a directory of safetensors and config.json, a GGUF file, or `demo` for the shipped model.",
+        metavar="PATH",
+        help="A GGUF file, a folder of safetensors and config.json, or `demo`. Of a split GGUF file any part; `demo` is the "
+        "shipped model.",
         show_default=False,
+        rich_help_panel=help_page.MODEL,
     ),
 ]
 TopologyOption = Annotated[
@@ -43,14 +50,25 @@ TopologyOption = Annotated[
     typer.Option(
         "--topology",
         metavar="FILE",
-        help="YAML file of host and workers [default: fitted to this machine; `bench` and `llama`: one local CPU worker].",
+        help="YAML file of host and workers. `bench` and `llama` take one local CPU worker without one [default: fitted to "
+        "this machine].",
         show_default=False,
+        rich_help_panel=help_page.PLACEMENT,
     ),
 ]
 
 ExplainOption = Annotated[
-    bool, typer.Option("--explain-auto", help="At the end, on stderr: what mode auto measured, predicted and chose per worker.")
+    bool,
+    typer.Option(
+        "--explain-auto",
+        help="What mode auto measured, predicted and chose per worker: at the end, on stderr.",
+        rich_help_panel=help_page.MORE,
+    ),
 ]
+# Settings whose flag has a letter, where the command's program does not use it for itself.
+LETTERS = {"max_context": "-c", "threads": "-t"}
+# The group of a setting in help follows from where a topology has it.
+_GROUPS = {"ipc": help_page.NETWORK, "engine": help_page.MODEL}
 
 # The generators of torch take no larger seed.
 MAX_SEED = (1 << 63) - 1
@@ -66,6 +84,17 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
     It also checks environment and topology, and prepares OpenMP, before the command imports torch.
     """
+    return _with_settings(command, LETTERS)
+
+
+def with_settings_without_letters(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `with_settings`, for a command in front of a program's own flags: a letter there is meant
+    for the program.
+    """
+    return _with_settings(command, {})
+
+
+def _with_settings(command: Callable[..., Any], letters: Mapping[str, str]) -> Callable[..., Any]:
     flagged = [setting for setting in SETTINGS if setting.flag]
     hints = typing.get_type_hints(command, include_extras=True)
     kept = [
@@ -73,12 +102,12 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
         for parameter in inspect.signature(command).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
     added = [
-        inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=setting_option(setting))
+        inspect.Parameter(setting.name, keyword, default=None, annotation=setting_option(setting, letters.get(setting.name)))
         for setting in flagged
     ]
-
-    explain = inspect.Parameter("explain_auto", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=ExplainOption)
+    explain = inspect.Parameter("explain_auto", keyword, default=False, annotation=ExplainOption)
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> Any:
@@ -86,7 +115,6 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
             show_auto_log()
         raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
         overrides = check_flags(raw)
-        prepare_outputs(given.get("json_out"), given.get("plot"))
         show_plan_log()
         prepare_host(given_topology(given.get("topology")), overrides)
         return command(**given, **overrides)
@@ -97,13 +125,20 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def setting_option(setting: Setting) -> Any:
+def setting_option(setting: Setting, letter: str | None = None) -> Any:
     """Returns the annotation of a command's parameter for one setting. Its help has the allowed
     values, the default and the variable.
     """
     variable = f"; environment {setting.environment}" if setting.environment else ""
     text = f"{setting.help}. Allowed: {setting.allowed} [default: {setting.default_text}{variable}]."
-    return Annotated[str | None, typer.Option(setting.flag or "", metavar=setting.metavar, help=text, show_default=False)]
+    names = [letter, setting.flag or ""] if letter else [setting.flag or ""]
+    group = help_page.MORE if setting.name == "profile" else _GROUPS.get((setting.yaml or "").partition(".")[0])
+    return Annotated[
+        str | None,
+        typer.Option(
+            *names, metavar=setting.metavar, help=text, show_default=False, rich_help_panel=group or help_page.PLACEMENT
+        ),
+    ]
 
 
 def check_flags(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,6 +171,8 @@ def load_topology(path: Path | None) -> Topology:
     """Reads the topology file. Without one it returns a local CPU worker with as many threads as
     there are cores for it.
     """
+    from dflash_moe.topology import Topology
+
     return Topology.local(1, threads=None) if path is None else Topology.load(path)
 
 
@@ -143,6 +180,9 @@ def given_topology(path: Path | None) -> Topology:
     """Reads the topology file. Without one it returns what stands for a fit that is made once torch
     is loaded; only its threads count, and they never outnumber the cores where this one's do not.
     """
+    from dflash_moe.topology import Topology
+    from dflash_moe.topology.topology import FITTED
+
     if path is not None:
         return Topology.load(path)
     return dataclasses.replace(Topology.local(1, threads=None), source=FITTED)
@@ -153,35 +193,10 @@ def topology_for(path: Path | None, model: Path, overrides: Mapping[str, Any]) -
     said in at most eight lines. Errors are those of `Topology.load` and `fit_here`.
     """
     if path is not None:
-        return Topology.load(path)
+        return load_topology(path)
     from dflash_moe.engine.fitted import fit_here
 
     return fit_here(model, overrides).topology
-
-
-def prepare_outputs(*paths: Path | None) -> None:
-    """Makes the folders of output files and checks that the files can be written, before the work
-    is done. Raises ConfigError that names the path.
-    """
-    for path in paths:
-        if path is None:
-            continue
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{path}: its folder cannot be made ({error.strerror}); choose another place") from None
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"{path}: cannot be written; choose the path of a file in a folder of yours")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes an output file. Raises DflashError that names the path where that fails after the
-    work, because the disk is full or the folder went away.
-    """
-    try:
-        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DflashError(f"{path}: cannot be written ({error.strerror}); the work is done, its result is lost") from None
 
 
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:
@@ -192,6 +207,9 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     Variables that the user has set stay. Raises ConfigError for the settings and for what
     `check_paths` finds, before seconds of imports.
     """
+    from dflash_moe.runtime.threads import thread_plan
+    from dflash_moe.runtime.transports import check_paths
+
     settings = resolve_settings(topology.stated_settings, **(overrides or {}))
     topology = topology.with_settings(settings)
     check_paths(topology, settings)

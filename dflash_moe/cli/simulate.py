@@ -58,9 +58,7 @@ def simulate(
     seconds: Annotated[
         float, typer.Option(min=0.1, max=86_400.0, help="Virtual seconds of a seed in which things break.")
     ] = 60.0,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the summary here [default: nowhere].", show_default=False)
-    ] = None,
+    json_out: Annotated[Path | None, options.json_option("The summary")] = None,
 ) -> None:
     """Look for wrong numbers, hangs and failed calls in virtual time.
 

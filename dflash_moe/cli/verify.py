@@ -33,9 +33,7 @@ def verify(
         bool,
         typer.Option("--weights", help="First compare every holder's weights with the checkpoint here, by content checksums."),
     ] = False,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the report here [default: nowhere].", show_default=False)
-    ] = None,
+    json_out: Annotated[Path | None, options.json_option("The report")] = None,
     **overrides: Any,
 ) -> None:
     """Compare with the model's own eager experts. `--dtype` is what model and wire run in (default:

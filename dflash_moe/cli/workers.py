@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options
+from dflash_moe.cli.command_line import Commands
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import printable
 from dflash_moe.protocol import control
@@ -23,9 +24,6 @@ PidOption = Annotated[
     int | None,
     typer.Option("--pid", min=1, help="The host's process id [default: the only host that runs].", show_default=False),
 ]
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write the answer here [default: nowhere].", show_default=False)
-]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The worker's name.", show_default=False)]
 DrainOption = Annotated[
     float, typer.Option("--drain-s", min=0.0, max=86_400.0, help="Seconds in which it may finish what it has.")
@@ -37,7 +35,7 @@ ForceOption = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds `workers` with its orders."""
-    workers = typer.Typer(invoke_without_command=True)
+    workers = Commands(invoke_without_command=True)
     workers.callback()(_of_host)
     for order in (list_workers, drain, add, restart, release):
         workers.command(name=order.__name__.partition("_")[0])(order)
@@ -56,13 +54,15 @@ def _of_host(context: typer.Context, pid: PidOption = None) -> None:
         list_workers(context)
 
 
-def list_workers(context: typer.Context, json_out: JsonOption = None) -> None:
+def list_workers(context: typer.Context, json_out: Annotated[Path | None, options.json_option("The answer")] = None) -> None:
     """Show how each worker stands: its state and why, deaths, shards, weights in memory, and where
     it is.
     """
     found = control.ask(context.obj, {"order": "list"}, timeout_s=LIST_S)
     if json_out is not None:
         options.write_json(json_out, found)
+    if json_out == options.STDOUT:
+        return
     table = options.table("worker", "state", "since", "deaths", "shards", "weights", "numerics", "transport", "pid")
     for row in found["workers"]:
         table.add_row(

@@ -82,14 +82,14 @@ _SECONDS = f"seconds, above 0 and at most {MAX_TIMEOUT_S:.0f}"
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "preset", "--preset", f"{PREFIX}PRESET", "preset", choice(*PRESETS), ", ".join(PRESETS), "exact", "exact",
-        "What activations and host.activations are where nobody states them: f32 (exact), or per layer int8, else bf16, where "
-        "every holder takes the layer's weights so (fast)",
+        "Exact, or faster: what activations and host.activations are where nobody states them: f32 (exact), or per layer "
+        "int8, else bf16, where every holder takes the layer's weights so (fast)",
         "exact|fast",
     ),
     Setting(
         "experts_on_card", "--experts-on-card", f"{PREFIX}EXPERTS_ON_CARD", None, whole_or_auto(0, MAX_LAYERS),
         f"auto, 0..{MAX_LAYERS} layers", None, "auto",
-        "Without a topology: how many layers have their experts on cards, the last ones first; auto: as many as leave memory "
+        "Layers with experts on cards: how many where no topology is given, the last ones first; auto: as many as leave memory "
         "for --max-context",
         "N|auto",
     ),
@@ -101,12 +101,12 @@ SETTINGS: tuple[Setting, ...] = (
         "transport", "--transport", f"{_IPC}TRANSPORT", "ipc.transport",
         choice(*TRANSPORTS, to_come=TRANSPORTS_TO_COME), ", ".join(TRANSPORTS), "auto",
         "auto: shared on the same host, else stream",
-        "Data path to the workers; a named one fails where it cannot be had (fabric is not built into this version)",
+        "Data path to the workers: a named one fails where it cannot be had (fabric is not built into this version)",
         "NAME",
     ),
     Setting(
         "dtype", "--dtype", f"{_IPC}DTYPE", "ipc.dtype", choice(*DTYPES), "f32, f16, bf16", None, "the model's own",
-        "Wire dtype of requests, prefill and decode alike", "DTYPE",
+        "Wire dtype of requests: prefill and decode alike", "DTYPE",
     ),
     Setting(
         "reply_dtype", "--reply-dtype", f"{_IPC}REPLY_DTYPE", "ipc.reply_dtype", choice(*DTYPES), "f32, f16, bf16", None,
@@ -114,16 +114,18 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "numerics", "--numerics", f"{PREFIX}NUMERICS", "ipc.numerics", choice(*NUMERICS), "exact, close", "exact", "exact",
-        "Whether the holders of one layer's experts must compute in one numerics class; close allows several and reports it",
+        "Numerics classes of a layer: all holders of its experts compute in one (exact), or several are allowed and reported "
+        "(close)",
         "exact|close",
     ),
     Setting(
         "batch_capacity", "--batch-capacity", f"{_IPC}BATCH_CAPACITY", "ipc.batch_capacity", whole(1, MAX_TOKENS),
-        f"1..{MAX_TOKENS} tokens", 1024, "1024 tokens", "Most tokens of one slice in batched mode", "TOKENS",
+        f"1..{MAX_TOKENS} tokens", 1024, "1024 tokens", "Tokens of a batched slice: the most of one in mode batched", "TOKENS",
     ),
     Setting(
         "stream_tokens", "--stream-tokens", f"{_EXPERT}BATCH", "ipc.stream_tokens", whole(1, MAX_TOKENS),
-        f"1..{_EXPERT}BATCH_MAX (at most {MAX_TOKENS}) tokens", 4, "4 tokens", "Tokens of one slice in stream mode", "TOKENS",
+        f"1..{_EXPERT}BATCH_MAX (at most {MAX_TOKENS}) tokens", 4, "4 tokens",
+        "Tokens of a stream slice: those of one in mode stream", "TOKENS",
     ),
     Setting(
         "stream_tokens_max", None, f"{_EXPERT}BATCH_MAX", "ipc.stream_tokens_max", whole(1, MAX_TOKENS),
@@ -144,20 +146,20 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "profile", "--profile", f"{_IPC}PROFILE", "ipc.profile", switch, "0, 1", False, "0",
-        "1 records a timeline of every call on both sides", "0|1",
+        "1 records a timeline of calls: every one, on both sides", "0|1",
     ),
     Setting(
         "threads", "--threads", f"{_EXPERT}THREADS", "workers[].threads", whole(1, MAX_THREADS), f"1..{MAX_THREADS} threads",
-        None, "physical cores / local CPU workers, 1..8", "Compute threads of each worker that the host starts", "N",
+        None, "physical cores / local CPU workers, 1..8", "Compute threads of a worker: of each that the host starts", "N",
     ),
     Setting(
         "key_file", "--key-file", f"{PREFIX}KEY_FILE", "ipc.key_file", file_path, "path of a file with mode 0600", None, "none",
-        "Key shared with workers that are already running", "FILE",
+        "Key shared with workers already running", "FILE",
     ),
     Setting(
         "encryption", "--encryption", f"{_IPC}ENCRYPTION", "ipc.encryption", on_off_or_auto, "auto, on, off", "auto",
         "auto: on beyond loopback",
-        "Encrypts the TCP connections to workers by TLS 1.3 with the key file's key; both ends must agree", "auto|on|off",
+        "TLS 1.3 to workers over TCP: with the key file's key; both ends must agree", "auto|on|off",
     ),
     Setting(
         "call_timeout_s", None, None, "ipc.call_timeout_s", seconds, _SECONDS, 30.0, "30 s",
@@ -234,13 +236,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "host_operators", "--host-operators", f"{PREFIX}HOST_OPERATORS", "host.operators", choice(*OPERATORS),
         ", ".join(OPERATORS), "auto", "auto",
-        "Who computes the host's own part of a model: our operators where they are proven to compute the same (auto), or torch",
+        "The host's operators: who computes its own part of a model, ours where they are proven to compute the same (auto), or "
+        "torch",
         "NAME",
     ),
     Setting(
         "host_activations", "--host-activations", f"{PREFIX}HOST_ACTIVATIONS", "host.activations", choice(*ACTIVATIONS),
         ", ".join(ACTIVATIONS), None, "the workers', where they agree, else f32",
-        "What the host rounds its inputs to: those of the experts it keeps, and of its own operators", "NAME",
+        "Rounding of the host's inputs: those of the experts it keeps, and of its own operators", "NAME",
     ),
     Setting(
         "block_tokens", None, f"{PREFIX}ENGINE_BLOCK_TOKENS", "engine.block_tokens", whole(BLOCK_TOKENS, BLOCK_TOKENS),
@@ -261,7 +264,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "max_context", "--max-context", f"{PREFIX}ENGINE_MAX_CONTEXT", "engine.max_context", whole(1, MAX_CONTEXT),
         f"1..{MAX_CONTEXT} tokens", None, "the model's; a plan without a topology leaves memory for that or 8192, if less",
-        "Most tokens of one request, its prompt included; the KV cache has no more than max_requests of them take", "TOKENS",
+        "Most tokens of a request: its prompt included; the KV cache has no more than max_requests of them take", "TOKENS",
     ),
     Setting(
         "max_batch_tokens", None, f"{PREFIX}ENGINE_MAX_BATCH_TOKENS", "engine.max_batch_tokens", whole(1, MAX_BATCH_TOKENS),

@@ -32,7 +32,7 @@ MODEL = ROOT / "bench" / "demo_model" / "dflash_moe_demo" / "model"
 TOPOLOGY = "version: 1\nworkers:\n  - {name: w0, backend: cpu, threads: 1}\n"
 WAIT_S = 120.0
 # Every token is about as likely as another one, so that an answer goes on for long.
-ENDLESS = ("--temperature", "100", "--max-new-tokens", "4000")
+ENDLESS = ("--temperature", "100", "--max-tokens", "4000")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def copied(tmp_path, template: str | None) -> Path:
 
 def test_a_conversation_from_a_pipe(capsys, monkeypatch, one_worker):
     lines = "Return a list of\n/stats\n\n and the other\n/stats\n/rest\n/reset\nReturn a list of\n/quit\nnever asked\n"
-    given = ("--topology", one_worker, "--max-new-tokens", 20, "--system", "Read this.")
+    given = ("--topology", one_worker, "--max-tokens", 20, "--system", "Read this.")
     code, out, err = chat(capsys, monkeypatch, lines, "--model", MODEL, *given)
     assert code == 0, err
     assert "conversation: 1 turns" in err
@@ -82,7 +82,7 @@ def test_a_conversation_from_a_pipe(capsys, monkeypatch, one_worker):
 
 def test_demo_is_the_shipped_model_and_says_that_it_is_a_toy(capsys, monkeypatch, one_worker):
     monkeypatch.setattr(demo_model, "find_assets", lambda: MODEL.parent)
-    code, out, err = chat(capsys, monkeypatch, "The\n", "--model", "demo", "--topology", one_worker, "--max-new-tokens", 3)
+    code, out, err = chat(capsys, monkeypatch, "The\n", "--model", "demo", "--topology", one_worker, "--max-tokens", 3)
     assert code == 0, err
     assert out.endswith("\n")
     assert "the demo model is a toy" in err
@@ -92,7 +92,7 @@ def test_demo_is_the_shipped_model_and_says_that_it_is_a_toy(capsys, monkeypatch
 def test_what_the_checkpoint_recommends_is_taken_and_said(capsys, monkeypatch, one_worker, tmp_path):
     made = copied(tmp_path, "{{ messages[-1].content }}")
     (made / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7, "top_k": 20, "eos_token_id": 0}')
-    given = ("--model", made, "--topology", one_worker, "--max-new-tokens", 2, "--top-k", 5)
+    given = ("--model", made, "--topology", one_worker, "--max-tokens", 2, "--top-k", 5)
     code, _, err = chat(capsys, monkeypatch, "The\n", *given)
     assert code == 0, err
     assert "sampling as the checkpoint recommends: temperature 0.7; options" in err

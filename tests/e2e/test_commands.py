@@ -57,7 +57,7 @@ def test_demo_completes_a_sentence_and_proves_equal_bits():
 def generate(topology: Path, out: Path, prompt: str, num_tokens: int, *flags: str) -> tuple[str, dict]:
     """(stdout, report) of a `generate` that must succeed."""
     done = dflash(
-        "generate", "--model", MODEL, "--topology", topology, "--prompt", prompt, "--max-new-tokens", num_tokens,
+        "generate", "--model", MODEL, "--topology", topology, "--prompt", prompt, "--max-tokens", num_tokens,
         "--json", out, *flags,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -94,7 +94,7 @@ def test_generate_gives_the_same_tokens_in_every_mode(batched, two_workers, tmp_
 
 def test_generate_ends_with_a_sentence_of_speed_and_bytes(two_workers, capsys):
     arguments = ["generate", "--model", str(MODEL), "--topology", str(two_workers), "--prompt", PROMPT]
-    assert run([*arguments, "--max-new-tokens", "5", "--transport", "shared"]) == 0
+    assert run([*arguments, "--max-tokens", "5", "--transport", "shared"]) == 0
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.fullmatch(
         r"5 tokens, [\d.]+ tokens/s after the first, time to first token [\d.]+ s; 2 workers over shared, mode auto; "
@@ -106,7 +106,7 @@ def test_generate_ends_with_a_sentence_of_speed_and_bytes(two_workers, capsys):
 def test_generate_ends_before_a_stop_string(two_workers, batched, capsys):
     text = batched[1]["text"]
     arguments = ["generate", "--model", str(MODEL), "--topology", str(two_workers), "--prompt", PROMPT, "--mode", "batched"]
-    assert run([*arguments, "--max-new-tokens", "5", "--stop", text[4:7], "--stop", "never said"]) == 0
+    assert run([*arguments, "--max-tokens", "5", "--stop", text[4:7], "--stop", "never said"]) == 0
     assert capsys.readouterr().out == text[: text.index(text[4:7])] + "\n"
 
 
@@ -115,7 +115,7 @@ def test_generate_completes_several_prompts_as_json_lines(two_workers, batched, 
     lines = [PROMPT, {"prompt": "def", "max_tokens": 3, "n": 2, "temperature": 1, "seed": 5, "logprobs": 2}, {"prompt": "a b"}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["generate", "--model", str(MODEL), "--topology", str(two_workers), "--prompt-file", str(prompts)]
-    assert run([*arguments, "--mode", "batched", "--max-new-tokens", "5", "--json", str(out)]) == 0
+    assert run([*arguments, "--mode", "batched", "--max-tokens", "5", "--json", str(out)]) == 0
     shown, said = capsys.readouterr()
     found = [json.loads(line) for line in shown.splitlines()]
     assert [(one["prompt"], one["choice"]) for one in found] == [(0, 0), (1, 0), (1, 1), (2, 0)]
@@ -135,7 +135,7 @@ def test_a_prompt_that_fails_is_a_line_and_the_exit_code_while_others_go_on(two_
     prompts.write_text('"a"\n{"prompt": "b", "max_tokens": 600}\n"c"\n')
     monkeypatch.setenv("DFLASH_MOE_ENGINE_KV_MEMORY", "256KiB")
     arguments = ["generate", "--model", str(MODEL), "--topology", str(two_workers), "--prompt-file", str(prompts)]
-    assert run([*arguments, "--max-new-tokens", "4", "--json", str(out)]) == 2
+    assert run([*arguments, "--max-tokens", "4", "--json", str(out)]) == 2
     shown, said = capsys.readouterr()
     first, wrong, last = map(json.loads, shown.splitlines())
     assert [(one["prompt"], len(one["token_ids"])) for one in (first, last)] == [(0, 4), (2, 4)]
@@ -149,7 +149,7 @@ def test_a_prompt_that_fails_is_a_line_and_the_exit_code_while_others_go_on(two_
 def test_a_model_without_pages_says_so_at_the_start(two_workers, capsys):
     model = checkpoint("deepseek_v32", "f32")
     arguments = ["generate", "--model", str(model), "--topology", str(two_workers), "--prompt", "a list"]
-    assert run([*arguments, "--max-new-tokens", "2"]) == 0
+    assert run([*arguments, "--max-tokens", "2"]) == 0
     first, *_, last = [line for line in capsys.readouterr().err.splitlines() if "token" in line or "sequence" in line]
     assert first.startswith("one sequence at a time, with the model's own cache: DeepseekV32ForCausalLM")
     assert last.startswith("2 tokens, ")

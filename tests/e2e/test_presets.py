@@ -125,7 +125,7 @@ def test_verify_judges_what_the_preset_has_chosen(kind, mixed, source, caplog):
 
 
 def test_the_command_says_one_line_and_the_default_none(source, capsys):
-    arguments = ["generate", "--model", str(source), "--prompt", "ab", "--max-new-tokens", "2", "--experts-on-card", "0"]
+    arguments = ["generate", "--model", str(source), "--prompt", "ab", "--max-tokens", "2", "--experts-on-card", "0"]
     assert run([*arguments, "--preset", "fast"]) == 0
     assert sum("preset fast: " in line for line in capsys.readouterr().err.splitlines()) == 1
     assert run(arguments) == 0

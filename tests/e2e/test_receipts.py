@@ -37,7 +37,7 @@ def generate(folder: Path, *flags: str, topology: str = THREE_WORKERS) -> Path:
     (folder / "topology.yaml").write_text(topology)
     path = folder / "R.json"
     arguments = ["generate", "--model", str(MODEL), "--topology", str(folder / "topology.yaml"), "--prompt", PROMPT]
-    assert run([*arguments, "--max-new-tokens", "24", "--receipt", str(path), *flags]) == 0
+    assert run([*arguments, "--max-tokens", "24", "--receipt", str(path), *flags]) == 0
     return path
 
 

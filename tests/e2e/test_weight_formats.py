@@ -114,7 +114,7 @@ def test_requantised_weights_are_judged_by_their_own_truth_and_what_they_move_is
 def test_generate_and_inspect_take_a_gguf_file(qwen, tmp_path, capsys):
     path = gguf_file(qwen, tmp_path / "m.gguf", "q8_0")
     report = tmp_path / "report.json"
-    arguments = ["generate", "--model", str(path), "--prompt", "the", "--max-new-tokens", "3", "--json", str(report)]
+    arguments = ["generate", "--model", str(path), "--prompt", "the", "--max-tokens", "3", "--json", str(report)]
     assert run(arguments) == 0, capsys.readouterr().err
     found = json.loads(report.read_text())
     assert len(found["token_ids"]) == 3
@@ -142,7 +142,7 @@ def test_a_stub_is_inspected_as_such_and_needs_workers_with_the_full_file(qwen, 
     assert shown[0] == shown[1]
     assert run(["model", "inspect", str(stub)]) == 0
     assert "a stub: it holds no experts, which workers load from the full file" in capsys.readouterr().out
-    for command in (["generate", "--prompt", "the", "--max-new-tokens", "1"], ["verify"]):
+    for command in (["generate", "--prompt", "the", "--max-tokens", "1"], ["verify"]):
         assert run([*command, "--model", str(stub)]) == 2
         assert "it is a stub: it holds no" in capsys.readouterr().err.strip().splitlines()[-1]
 

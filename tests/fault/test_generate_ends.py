@@ -122,7 +122,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Genera
     command = [sys.executable, "-m", "tests.fault.forked_commands", ":".join(f"{out},{err}" for out, err in theirs)]
     command += ["generate", "--model", str(model), "--topology", str(topology)]
     # which this model follows by nines for ever
-    command += ["--prompt", "a", "--max-new-tokens", "100000"]
+    command += ["--prompt", "a", "--max-tokens", "100000"]
     parent = subprocess.Popen(
         command, stdout=subprocess.PIPE, cwd=ROOT, pass_fds=[end for pair in theirs for end in pair],
         env={**os.environ, "PYTHONPATH": str(ROOT), **PASSIVE_OPENMP},

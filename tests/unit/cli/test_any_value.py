@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import typer.main
 
-from dflash_moe.cli import main
+from dflash_moe.cli import main, root
 from dflash_moe.errors import DflashError
 
 EDGES = (
@@ -65,12 +65,13 @@ def commands():
     """(words, command) of every command that does something."""
 
     def walk(words, command):
-        for name, inner in getattr(command, "commands", {}).items():
-            yield from walk((*words, name), inner)
-        if not hasattr(command, "commands"):
+        if not hasattr(command, "list_commands"):
             yield words, command
+            return
+        for name in command.list_commands(None):
+            yield from walk((*words, name), command.get_command(None, name))
 
-    return dict(walk((), typer.main.get_command(main.build_app())))
+    return dict(walk((), typer.main.get_command(root.build_app())))
 
 
 GOOD = {"--model": "model", "--topology": "good.yaml", "--name": "w0", "--arch": "mixtral", "--out": "out.png", "--prompt": "x"}

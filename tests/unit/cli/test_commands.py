@@ -14,18 +14,21 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 import typer
 
 from dflash_moe import __version__, _core
-from dflash_moe.cli import demo, demo_model, doctor, main, options, probes
+from dflash_moe.cli import demo, demo_model, doctor, main, options, probes, root
+from dflash_moe.cli.command_line import Commands
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.runtime import threads
 from dflash_moe.topology import Topology
 from dflash_moe.topology.numerics import class_on
+from tests.unit.cli.test_any_value import commands
 
 BF16_CLASS = class_on("bf16", "cpu")
 
@@ -49,16 +52,23 @@ def probe_app(monkeypatch):
 
     @options.with_settings
     def probe(
-        name: str = typer.Option("x", help="A name."), topology: options.TopologyOption = None, **overrides: object
+        name: str = typer.Option("x", help="A name."),
+        topology: options.TopologyOption = None,
+        json_out: Annotated[Path | None, options.json_option("What it saw")] = None,
+        words: Annotated[list[str] | None, typer.Argument(help="Words.")] = None,
+        **overrides: object,
     ) -> None:
         """Probe."""
-        seen.update(name=name, topology=topology, overrides=overrides)
+        seen.update(name=name, topology=topology, json_out=json_out, words=words, overrides=overrides)
         if "error" in seen:
             raise seen["error"]
+        typer.echo("a line of text")
+        if json_out is not None:
+            options.write_json(json_out, {"name": name})
 
-    def build(_names: object = None) -> typer.Typer:
-        app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
-        app.callback()(main._global_options)
+    def build() -> typer.Typer:
+        app = Commands()
+        app.callback()(root._global_options)
         app.command(name="probe")(probe)
         return app
 
@@ -72,36 +82,49 @@ def run(capsys, *arguments: str) -> tuple[int, str, list[str]]:
     return code, out, err.splitlines()
 
 
-def test_version_and_help_go_to_stdout(capsys):
-    assert run(capsys, "--version") == (0, f"dflash-moe {__version__}\n", [])
-    for flag in ("-h", "--help"):
-        code, out, err = run(capsys, flag)
-        assert (code, err) == (0, [])
-        assert "doctor" in out
-        assert "key" in out
+@pytest.mark.parametrize("words", [["--version"], ["-v"], ["version"]])
+def test_the_version_goes_to_stdout(words, capsys):
+    assert run(capsys, *words) == (0, f"dflash-moe {__version__}\n", [])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
+def test_help_goes_to_stdout(words, capsys):
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, [])
+    assert "doctor" in out
+    assert "key" in out
+
+
+def modules_of(*arguments: str) -> str:
+    code = f"import sys; from dflash_moe.cli.main import run; run({arguments!r}); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    return done.stdout.splitlines()[-1]
 
 
 def test_a_worker_starts_without_the_modules_of_other_commands():
-    code = "import sys; from dflash_moe.cli.main import run; run(['worker', '--help']); print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
-    loaded = done.stdout.splitlines()[-1]
+    loaded = modules_of("worker", "--help")
     assert "'dflash_moe.cli.worker'" in loaded
     for module in ("dflash_moe.cli.bench", "dflash_moe.cli.generate", "dflash_moe.runtime", "numpy", "yaml"):
         assert f"'{module}'" not in loaded, module
 
 
-def test_commands_whose_module_is_missing_are_not_offered(capsys, monkeypatch):
-    monkeypatch.setattr(main, "COMMANDS", ("doctor", "no_such_command"))
-    code, out, _ = run(capsys, "--help")
-    assert code == 0
-    assert "no_such_command" not in out
+def test_help_of_all_commands_imports_none_of_them():
+    loaded = modules_of("--help")
+    for module in ("dflash_moe.cli.generate", "dflash_moe.cli.options", "dflash_moe.config.settings", "rich", "yaml"):
+        assert f"'{module}'" not in loaded, module
+
+
+def test_help_of_a_command_imports_what_describes_its_options_only():
+    loaded = modules_of("generate", "--help")
+    assert "'dflash_moe.cli.generate'" in loaded
+    for module in ("dflash_moe.cli.chat", "dflash_moe.runtime", "dflash_moe.topology.topology", "rich", "yaml", "torch"):
+        assert f"'{module}'" not in loaded, module
 
 
 def test_every_command_that_is_there_explains_itself(capsys):
     _, out, _ = run(capsys, "--help")
-    commands = re.findall(r"^  ([a-z]+) ", out.partition("Commands:")[2], re.MULTILINE)
-    assert {"doctor", "key"} <= set(commands)
-    for command in commands:
+    assert set(re.findall(r"^  ([a-z]+) ", out, re.MULTILINE)) == set(root.NAMES)
+    for command in root.NAMES:
         assert run(capsys, command, "-h")[0] == 0
 
 
@@ -109,13 +132,28 @@ def test_every_command_that_is_there_explains_itself(capsys):
     ("arguments", "last"),
     [
         ([], "a command is missing; choose one of those above"),
-        (["frobnicate"], "No such command 'frobnicate'."),
+        (["frobnicate"], "No such command 'frobnicate'; `dflash-moe --help` lists all"),
+        (["generat"], "No such command 'generat'; did you mean `generate`?"),
+        (["worke"], "No such command 'worke'; did you mean `worker` or `workers`?"),
+        (["run", "model.gguf"], "No such command 'run': `chat` talks with a model, `generate` completes a prompt"),
+        (["serve"], "No such command 'serve': there is no server of its own yet; `llama -- llama-server` runs"),
+        (["inspect"], "No such command 'inspect': it is `model inspect`"),
+        (["ps"], "No such command 'ps': it is `workers list`"),
+        (["generate", "--max-token", "3"], "No such option '--max-token'; did you mean `--max-tokens`?"),
         (["doctor", "--jsn"], "No such option"),
         (
             ["llama", "llama-server", "-m", "x.gguf"],
-            "No such option: -m; the program and its own flags follow behind `--`",
+            "No such option '-m'; the program and its own flags follow behind `--`",
         ),
+        (["llama", "llama-server", "-t", "4"], "No such option '-t'; the program and its own flags follow behind `--`"),
         (["key", "make"], "Missing argument 'FILE'."),
+        (
+            ["generate", "-p", "x"],
+            "Missing option '-m' / '--model': a GGUF file, a folder of safetensors, or `demo` for the shipped model",
+        ),
+        (["verify", "-m", "demo", "again"], "'again': not expected here; a model is given with -m, as in `-m demo`"),
+        (["doctor", "all"], "'all': not expected here; `dflash-moe doctor --help` says what it takes"),
+        (["generate", "-x"], "No such option '-x'; `dflash-moe generate --help` lists all"),
     ],
 )
 def test_usage_errors_exit_with_2_and_one_sentence(capsys, arguments, last):
@@ -169,6 +207,90 @@ def test_profile_takes_a_value_too(capsys, probe_app, given, expected):
     assert probe_app["overrides"] == {"profile": expected}
 
 
+def test_short_names_are_those_that_fingers_know():
+    flags = {flag for command in ("chat", "generate") for p in commands()[command,].params for flag in p.opts}
+    assert {"-m", "-n", "-c", "-t", "-p", "--max-tokens", "--max-new-tokens"} <= flags
+
+
+def test_the_former_name_of_max_tokens_still_works_and_is_not_shown(capsys):
+    words = commands()["generate",].params
+    (parameter,) = [one for one in words if one.name == "max_tokens"]
+    assert parameter.opts == ["-n", "--max-tokens", "--max-new-tokens"]
+    for arguments in (["generate", "-h"], ["help", "generate"]):
+        out = run(capsys, *arguments)[1]
+        assert "--max-tokens" in out
+        assert "--max-new-tokens" not in out
+
+
+@pytest.mark.parametrize(
+    "given", [["--json"], ["--json", "-"], ["--json=-"], ["--json", "--name", "x"], ["--json", "--profile"]]
+)
+def test_json_without_a_file_is_all_that_stdout_gets(capsys, probe_app, given):
+    assert run(capsys, "probe", *given) == (0, '{\n "name": "x"\n}\n', ["a line of text"])
+
+
+def test_json_with_a_file_goes_there_and_text_to_stdout(capsys, probe_app, tmp_path):
+    out = tmp_path / "new folder" / "out"
+    assert run(capsys, "probe", "--json", str(out)) == (0, "a line of text\n", [])
+    assert json.loads(out.read_text()) == {"name": "x"}
+
+
+def test_a_model_behind_json_is_never_taken_for_its_file(capsys, probe_app, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
+    for name in ("here.gguf", "without_suffix"):
+        (tmp_path / name).write_bytes(b"GGUF and more")
+    for model in ("demo", "folder", "here.gguf", "not_here.gguf", "without_suffix", "part.safetensors"):
+        probe_app.clear()
+        code, out, _ = run(capsys, "probe", "--json", model)
+        assert (code, json.loads(out)) == (0, {"name": "x"})
+        assert probe_app["words"] == [model]
+    assert (tmp_path / "here.gguf").read_bytes() == b"GGUF and more"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "here.gguf", "without_suffix"]
+
+
+def test_what_looks_like_an_option_may_be_the_value_of_another(capsys, probe_app):
+    assert run(capsys, "probe", "--name", "--json", "--json")[0] == 0
+    assert (probe_app["name"], probe_app["json_out"]) == ("--json", options.STDOUT)
+
+
+def test_json_of_a_program_that_has_stdout_needs_a_file(capsys):
+    code, out, err = run(capsys, "llama", "--json", "--", "true")
+    assert (code, out) == (2, "")
+    assert err[-1] == "--json: stdout is the program's; name a file for the counters, such as --json counters.json"
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(capsys, probe_app, tmp_path):
+    for path, says in ((str(tmp_path), "cannot be written"), ("/dev/null/out.json", "its folder cannot be made")):
+        code, _, err = run(capsys, "probe", "--json", path)
+        assert code == 2
+        assert err[-1].startswith(f"{path}: {says}")
+    assert not probe_app
+
+
+@pytest.mark.parametrize(
+    ("shell", "says"), [("bash", "complete -o default -F"), ("zsh", "compdef"), ("fish", "complete --command")]
+)
+def test_completion_installs_in_the_usual_shells_and_completes(shell, says, tmp_path):
+    binary = tmp_path / shell
+    binary.symlink_to(sys.executable)
+    program = "import sys; from dflash_moe.cli.main import run; sys.exit(run(sys.argv[1:]))"
+
+    def called(*arguments: str, **variables: str) -> str:
+        environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"} | variables
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert says in called("--show-completion", shell)
+    assert f"{shell} completion installed in {tmp_path}" in called("--install-completion", shell)
+    words = {"COMP_WORDS": "dflash-moe gen", "COMP_CWORD": "1"} if shell == "bash" else {}
+    words |= {"_TYPER_COMPLETE_ARGS": "dflash-moe gen", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    assert "generate" in called(_DFLASH_MOE_COMPLETE=f"complete_{shell}", **words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "last"),
     [
@@ -203,15 +325,6 @@ def test_demo_without_its_data_package_says_what_to_install(capsys, monkeypatch)
     assert (code, out) == (2, "")
     assert "dflash-moe-demo" in err[-1]
     assert "pip install ./bench/demo_model" in err[-1]
-
-
-def test_every_flag_is_in_help_with_default_and_variable(capsys, probe_app):
-    _, out, _ = run(capsys, "probe", "-h")
-    text = " ".join(out.split())
-    for setting in SETTINGS:
-        if setting.flag:
-            assert f"{setting.flag} {setting.metavar} {setting.help}. Allowed: {setting.allowed} [default: " in text
-            assert f"environment {setting.environment}]" in text
 
 
 def test_openmp_waits_passively_only_where_threads_outnumber_cores(monkeypatch):
@@ -474,7 +587,7 @@ def test_the_module_runs_as_a_program():
         [sys.executable, "-m", "dflash_moe", "nonsense"], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "No such command 'nonsense'."
+    assert done.stderr.splitlines()[-1] == "No such command 'nonsense'; `dflash-moe --help` lists all"
 
 
 def test_the_recorded_demo_is_the_demo_that_users_run():

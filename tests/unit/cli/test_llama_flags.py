@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from dflash_moe.cli.command_line import with_values
 from dflash_moe.cli.llama_flags import (
     ProgramFlags,
     add_ours,
@@ -22,6 +23,7 @@ from dflash_moe.cli.llama_flags import (
 from dflash_moe.cli.main import _normalised
 from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.handover import PlannedTensor
+from tests.unit.cli.test_any_value import commands
 
 SERVER, BENCH = "/opt/bin/llama-server", "/opt/bin/llama-bench"
 OURS = "^blk\\.(0|1|10)\\.(ffn_down_exps|ffn_up_exps)\\.(weight)$=DFLASH_MOE"
@@ -249,4 +251,6 @@ def test_llama_bench_gets_one_model():
 
 def test_arguments_of_the_program_are_left_alone():
     given = ["llama", "--profile", "--debug", "--", "server", "--profile", "--debug"]
-    assert _normalised(given) == (["llama", "--profile=1", "--", "server", "--profile", "--debug"], True)
+    assert _normalised(given) == (["llama", "--profile", "--", "server", "--profile", "--debug"], True)
+    options = commands()["llama",].params
+    assert with_values(given[1:], options) == ["--profile=1", "--debug", "--", "server", "--profile", "--debug"]

@@ -367,5 +367,5 @@ def test_the_command_writes_a_stub_and_says_both_sizes(tmp_path, capsys):
     assert captured.err.count("kept whole: blk.1.ffn_gate_exps.weight and 2 more: ") == 1
     assert run(["model", "stub", str(source), str(target)]) == 2
     assert "s.gguf: is there already" in capsys.readouterr().err
-    assert run(["model", "stub", "--help"]) == 0
+    assert run(["help", "model", "stub"]) == 0
     assert "`rsync -S`" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,142 @@
+"""The commands of `dflash-moe`, their help on one screen, and what is said to somebody who asks for
+another one.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+
+from dflash_moe.cli.command_line import CONTEXT_SETTINGS, WHOLE_HELP, Commands, Group
+from dflash_moe.version import __version__
+
+PROGRAM = "dflash-moe"
+SUMMARY = "Mixture-of-experts models, their experts in other processes."
+# These are the commands by group, in the order of --help. Each is in the module of its name, which
+# is imported when somebody asks for the command.
+COMMANDS = {
+    "Run a model": {
+        "demo": "two workers and a small model: a first look, 2 minutes",
+        "chat": "talk with a model",
+        "generate": "complete a prompt, or a file of prompts",
+        "llama": "llama-server and its like, their experts computed here",
+    },
+    "Models, machines": {
+        "plan": "what goes where on this machine, and whether it fits",
+        "model": "make a checkpoint, inspect one, write a stub",
+        "doctor": "what this machine can do, which settings hold and why",
+        "worker": "run one worker by hand, here or on another machine",
+        "workers": "list, add, drain, restart workers of a running host",
+        "key": "make the key that host and workers share",
+    },
+    "Prove, measure": {
+        "verify": "compare with the model's own code, layer by layer",
+        "diff": "where two runs part: layer, token, expert",
+        "replay": "prove a receipt of `generate --receipt` again",
+        "bench": "measure this machine, compare results, draw them",
+        "simulate": "failures in virtual time: wrong numbers, hangs",
+    },
+}
+NAMES = tuple(name for commands in COMMANDS.values() for name in commands)
+# What other programs call a command, and what this one says to it.
+ELSEWHERE = {
+    "run": "`chat` talks with a model, `generate` completes a prompt",
+    "complete": "`generate` completes a prompt",
+    "serve": "there is no server of its own yet; `llama -- llama-server` runs llama.cpp's with our workers",
+    "server": "there is no server of its own yet; `llama -- llama-server` runs llama.cpp's with our workers",
+    "inspect": "it is `model inspect`",
+    "show": "it is `model inspect`",
+    "info": "it is `doctor` for this machine, and `model inspect` for a model",
+    "list": "it is `workers list`",
+    "ps": "it is `workers list`",
+    "benchmark": "it is `bench`",
+    "test": "it is `doctor --selftest` for this machine, and `verify` for a model",
+    "completion": "it is the option --install-completion",
+}
+DEBUG = "--debug"
+# So many letters of a misspelt word are compared: the work grows with their number squared.
+MAX_COMPARED = 100
+
+
+class Root(Group):
+    """All commands. Each is imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(NAMES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in NAMES and cmd_name not in self.commands:
+            app = Commands()
+            importlib.import_module(f"dflash_moe.cli.{cmd_name}").register(app)
+            self.commands.update(typer.main.get_group(app).commands)
+        return self.commands.get(cmd_name)
+
+    def meant(self, ctx: Any, name: str) -> str:
+        return f": {ELSEWHERE[name]}" if name in ELSEWHERE else super().meant(ctx, name)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        # Without a line between it and the usage all of it fits a screen of 24 lines.
+        with formatter.indentation():
+            formatter.write_text(SUMMARY)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_paragraph()
+        for group, commands in COMMANDS.items():
+            formatter.write_heading(group)
+            formatter.indent()
+            formatter.write_dl([(name.ljust(max(map(len, NAMES))), text) for name, text in commands.items()])
+            formatter.dedent()
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+        formatter.write_paragraph()
+        formatter.write_text("`help COMMAND` says more. Also: version, -v, --install-completion, --debug")
+
+
+def build_app() -> typer.Typer:
+    """Builds the application."""
+    app = Commands(cls=Root, name=PROGRAM, help=SUMMARY, no_args_is_help=True, add_completion=True)
+    app.callback()(_global_options)
+    app.command(name="help", hidden=True)(_help)
+    app.command(name="version", hidden=True)(_version)
+    return app
+
+
+def _help(
+    context: typer.Context,
+    words: Annotated[list[str] | None, typer.Argument(metavar="COMMAND", help="The command [default: all].")] = None,
+) -> None:
+    """Show all there is to say of a command."""
+    page: Any = context.find_root()
+    page.meta[WHOLE_HELP] = True
+    for word in words or ():
+        if not isinstance(page.command, Group):
+            page.fail(f"`{page.command_path}` has no commands of its own")
+        _, command, _ = page.command.resolve_command(page, [word])
+        page = type(page)(command, info_name=word, parent=page, **CONTEXT_SETTINGS)
+    typer.echo(page.get_help())
+
+
+def _version() -> None:
+    """Print the version."""
+    typer.echo(f"{PROGRAM} {__version__}")
+
+
+def _global_options(
+    _debug: Annotated[bool, typer.Option(DEBUG, help="Print a traceback with an error; also accepted at the end.")] = False,
+    _asked: Annotated[
+        bool,
+        typer.Option("-v", "--version", callback=lambda asked: _print_version(asked), is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        _version()
+        raise typer.Exit
