@@ -21,6 +21,8 @@ from tests.markers import MARKS
 # in each layer. torch reads this when it loads, so that it is set before any test imports torch.
 # `make test` sets it to the same.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# No test depends on the options of whoever runs it.
+os.environ["DFLASH_MOE_CONFIG"] = "none"
 
 # On two shared cores a pause of the machine is no property of an input. So an example has no
 # deadline, and its speed is not checked.

@@ -93,7 +93,7 @@ def ipc(
     store_plot(recorder, plot)
 
 
-@options.with_settings
+@options.with_settings()
 def prefill(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
@@ -150,7 +150,7 @@ def _show_prefill(result: BenchResult) -> None:
     print_summary(result.summary)
 
 
-@options.with_settings
+@options.with_settings()
 def decode(
     model: options.ModelOption,
     topology: options.TopologyOption = None,

@@ -39,7 +39,7 @@ def _campaign() -> None:
     """Measure all that this machine has of a kind, by one command."""
 
 
-@options.with_settings
+@options.with_settings()
 def prefill_cards(
     model: options.ModelOption,
     backend: Annotated[

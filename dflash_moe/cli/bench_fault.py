@@ -22,7 +22,7 @@ def register(bench: typer.Typer) -> None:
     bench.command(name="fault")(fault)
 
 
-@options.with_settings
+@options.with_settings()
 def fault(
     model: Annotated[
         str | None, typer.Option(help="Checkpoint directory or file [default: a tiny random model].", show_default=False)

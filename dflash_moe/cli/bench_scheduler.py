@@ -23,7 +23,7 @@ def register(bench: typer.Typer) -> None:
     bench.command(name="scheduler")(scheduler)
 
 
-@options.with_settings
+@options.with_settings()
 def scheduler(
     model: options.ModelOption,
     topology: options.TopologyOption = None,

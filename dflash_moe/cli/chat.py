@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="chat")(chat)
 
 
-@options.with_settings
+@options.with_settings(reads_config=True)
 def chat(
     model: options.ModelOption,
     topology: options.TopologyOption = None,

@@ -32,6 +32,9 @@ class Command(TyperCommand):
     """A command. Its outputs `json_out` and `plot` are tried before it runs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_asked_for_help = ctx.resilient_parsing or not {"-h", "--help"}.isdisjoint(args)
+        if getattr(self.callback, "reads_config", False) and not is_asked_for_help:
+            ctx.default_map = _config_defaults(self.params)
         return super().parse_args(ctx, with_values(args, self.params))
 
     def invoke(self, ctx: Any) -> Any:
@@ -101,6 +104,17 @@ class Commands(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Any:  # type: ignore[override]
         return super().command(name, **{"cls": Command, "context_settings": CONTEXT_SETTINGS, **options})
+
+
+def _config_defaults(parameters: Sequence[Any]) -> dict[str, Any]:
+    """Returns what the config file states of a command's everyday options, which are those that
+    help shows in a group. Settings are no parameters with a default; `with_settings` takes them.
+    """
+    from dflash_moe.cli.config_file import read_config_file
+
+    stated = read_config_file().options
+    names = [one.name for one in parameters if getattr(one, "rich_help_panel", None)]
+    return {name: stated[name].value for name in names if name in stated}
 
 
 def with_values(arguments: Sequence[str], parameters: Sequence[Any]) -> list[str]:

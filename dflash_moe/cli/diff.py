@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 _Preset = f"[default: that of --preset]. Allowed: {', '.join(PRESETS)}."
 
 
-@options.with_settings
+@options.with_settings(reads_config=True)
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a directory, a GGUF file, or demo.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with it; it may be the same.")],

@@ -14,6 +14,7 @@ import typer
 from dflash_moe.cli import options, probes
 from dflash_moe.cli.probe_host_operators import host_operator_lines, probe_host_operators
 from dflash_moe.cli.probe_remedies import probe_libssl, probe_remedies, remedy_lines
+from dflash_moe.cli.probe_settings import probe_settings, settings_lines
 from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
 from dflash_moe.config import Settings, format_bytes, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
@@ -90,6 +91,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     problems += socket_problems(machine["sockets"])
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
+    found["settings"] = probe_settings(planned, problems)
     found["host_device"] = probes.probe_host_device(planned.host)
     found["host_operators"] = probe_host_operators(planned, settings, found["backends"]["cpu"].get("isa", ""))
     problems += _problems(found)
@@ -223,6 +225,7 @@ def print_findings(found: dict[str, Any]) -> None:
         *socket_lines(machine["sockets"], machine["timeouts"]),
         f"losses     {machine['on_worker_loss']}",
         *remedy_lines(machine["remedies"], machine["libssl"]),
+        *settings_lines(found["settings"]),
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
     ]
     typer.echo("\n".join(lines) + "\n")

@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="generate")(generate)
 
 
-@options.with_settings
+@options.with_settings(reads_config=True)
 def generate(
     model: options.ModelOption,
     topology: options.TopologyOption = None,

@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="llama")(llama)
 
 
-@options.with_settings_without_letters
+@options.with_settings(has_letters=False)
 def llama(
     program: Annotated[
         list[str],

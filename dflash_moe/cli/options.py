@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import help_page
+from dflash_moe.cli.config_file import read_config_file
 from dflash_moe.cli.json_output import STDOUT as STDOUT
 from dflash_moe.cli.json_output import json_option as json_option
 from dflash_moe.cli.json_output import prepare_outputs as prepare_outputs
@@ -78,23 +79,20 @@ _NUMBER = re.compile(r"[-+]?[0-9.,]*[%x]?", re.ASCII)
 PASSIVE_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 
-def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_settings(
+    *, has_letters: bool = True, reads_config: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command that takes `**overrides` a flag for each setting. `overrides` then has the
-    checked values of the flags that were given.
+    checked values of the flags that were given, and of the config file where the command
+    `reads_config` and nobody else states them. In front of a program's own flags a command has no
+    letters.
 
     It also checks environment and topology, and prepares OpenMP, before the command imports torch.
     """
-    return _with_settings(command, LETTERS)
+    return lambda command: _with_settings(command, LETTERS if has_letters else {}, reads_config)
 
 
-def with_settings_without_letters(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `with_settings`, for a command in front of a program's own flags: a letter there is meant
-    for the program.
-    """
-    return _with_settings(command, {})
-
-
-def _with_settings(command: Callable[..., Any], letters: Mapping[str, str]) -> Callable[..., Any]:
+def _with_settings(command: Callable[..., Any], letters: Mapping[str, str], reads_config: bool) -> Callable[..., Any]:
     flagged = [setting for setting in SETTINGS if setting.flag]
     hints = typing.get_type_hints(command, include_extras=True)
     kept = [
@@ -115,12 +113,17 @@ def _with_settings(command: Callable[..., Any], letters: Mapping[str, str]) -> C
             show_auto_log()
         raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
         overrides = check_flags(raw)
+        topology = given_topology(given.get("topology"))
+        if reads_config:
+            stated = read_config_file().unstated(topology, overrides, os.environ)
+            overrides |= {name: found.value for name, found in stated.items()}
         show_plan_log()
-        prepare_host(given_topology(given.get("topology")), overrides)
+        prepare_host(topology, overrides)
         return command(**given, **overrides)
 
     del wrapper.__wrapped__
     wrapper.__signature__ = inspect.Signature([*kept, *added, explain])  # type: ignore[attr-defined]
+    wrapper.reads_config = reads_config  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in (*kept, *added, explain)}
     return wrapper
 

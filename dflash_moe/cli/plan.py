@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="plan")(plan)
 
 
-@options.with_settings
+@options.with_settings(reads_config=True)
 def plan(
     model: options.ModelOption,
     write: Annotated[

@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="replay")(replay)
 
 
-@options.with_settings
+@options.with_settings()
 def replay(
     receipt: Annotated[Path, typer.Argument(metavar="FILE", help="Receipt that `generate --receipt` has written.")],
     model: Annotated[

@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="verify")(verify)
 
 
-@options.with_settings
+@options.with_settings(reads_config=True)
 def verify(
     model: options.ModelOption,
     topology: options.TopologyOption = None,

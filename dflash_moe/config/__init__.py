@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dflash_moe.config.activations import ACTIVATIONS
 from dflash_moe.config.remedies import on_worker_loss
-from dflash_moe.config.resolve import check_environment, resolve_settings
+from dflash_moe.config.resolve import check_environment, resolve_settings, stated_settings
 from dflash_moe.config.setting import SECTIONS, Setting
 from dflash_moe.config.settings import (
     BLOCK_TOKENS,
@@ -51,4 +51,5 @@ __all__ = [
     "parse_budget",
     "parse_bytes",
     "resolve_settings",
+    "stated_settings",
 ]

@@ -1,8 +1,9 @@
 """Resolves the settings of one runtime from all the places where they can be given.
 
 A Python argument or flag wins over the environment, that over the topology, and that over the
-default. A value that is not allowed is a `ConfigError` that names where it came from, the value and
-what is allowed; nothing falls back silently.
+default; commands put their config file between the last two (cli/config_file.py). A value that is
+not allowed is a `ConfigError` that names where it came from, the value and what is allowed; nothing
+falls back silently.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_moe.config.setting import Setting
-from dflash_moe.config.settings import PREFIX, SETTINGS, SETTINGS_BY_NAME, Settings
+from dflash_moe.config.settings import CONFIG_VARIABLE, PREFIX, SETTINGS, SETTINGS_BY_NAME, Settings
 from dflash_moe.config.values import MAX_COMPARED, did_you_mean
 from dflash_moe.errors import ConfigError, shown
 
@@ -38,21 +39,26 @@ def resolve_settings(
     for key in stated:
         if key not in known:
             raise ConfigError(f"unknown key {shown(key)}{did_you_mean(str(key), known)}")
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for setting in SETTINGS:
-        found = _find(setting, overrides, environ, stated)
-        if found is not None:
-            values[setting.name] = setting.check(*found)
-            origins[setting.name] = found[1]
-    return _bounded(values, origins)
+    given = {setting.name: _find(setting, overrides, environ, stated) for setting in SETTINGS}
+    values = {name: SETTINGS_BY_NAME[name].check(*found) for name, found in given.items() if found is not None}
+    return _bounded(values, {name: found[1] for name, found in given.items() if found is not None})
+
+
+def stated_settings(
+    stated: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ
+) -> dict[str, tuple[Any, str]]:
+    """Returns each setting that is not left to its default, as it is written, with where it is: the
+    variable, or the dotted key of `stated`.
+    """
+    given = {setting.name: _find(setting, {}, environ, stated or {}) for setting in SETTINGS}
+    return {name: found for name, found in given.items() if found is not None}
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
     """Raises ConfigError for a DFLASH_MOE_ variable that is no setting, because a misspelt one
     would otherwise silently do nothing.
     """
-    known = [setting.environment for setting in SETTINGS if setting.environment]
+    known = [CONFIG_VARIABLE, *(setting.environment for setting in SETTINGS if setting.environment)]
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
             # The common prefix would make all variables close to each other.

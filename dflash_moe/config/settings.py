@@ -47,6 +47,8 @@ from dflash_moe.config.values import (
 )
 
 PREFIX = "DFLASH_MOE_"
+# No setting, but the file in which commands find some (cli/config_file.py).
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 DTYPES = ("f32", "f16", "bf16")
 MODES = ("auto", "batched", "stream")
 NUMERICS = ("exact", "close")
@@ -150,7 +152,9 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "threads", "--threads", f"{_EXPERT}THREADS", "workers[].threads", whole(1, MAX_THREADS), f"1..{MAX_THREADS} threads",
-        None, "physical cores / local CPU workers, 1..8", "Compute threads of a worker: of each that the host starts", "N",
+        None, "physical cores / local CPU workers, 1..8",
+        "Compute threads: of each worker that the host starts, or of its own where it holds all experts",
+        "N",
     ),
     Setting(
         "key_file", "--key-file", f"{PREFIX}KEY_FILE", "ipc.key_file", file_path, "path of a file with mode 0600", None, "none",

@@ -50,7 +50,7 @@ def probe_app(monkeypatch):
     """
     seen: dict = {}
 
-    @options.with_settings
+    @options.with_settings(reads_config=True)
     def probe(
         name: str = typer.Option("x", help="A name."),
         topology: options.TopologyOption = None,
@@ -433,7 +433,9 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     code, out, err = run(capsys, "doctor", "--json")
     found = json.loads(out)
     assert (code, err) == (0, [])
-    assert set(found) == {"backends", "transports", "machine", "problems", "numerics", "host_device", "host_operators"}
+    assert set(found) == {
+        "backends", "transports", "machine", "problems", "numerics", "host_device", "host_operators", "settings",
+    }  # fmt: skip
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]
     # plug-ins of cards are there after `make plugins`, cards on few machines

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from dflash_moe import config
+from dflash_moe.config.settings import CONFIG_VARIABLE
 from dflash_moe.topology import Topology
 from tests.checks.sources import project_files
 
@@ -65,7 +66,7 @@ def test_documented_command_has_the_documented_flags(document: str, command: str
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
 def test_documented_environment_variables_exist(document: str) -> None:
-    known = {setting.environment for setting in config.SETTINGS if setting.environment}
+    known = {CONFIG_VARIABLE, *(setting.environment for setting in config.SETTINGS if setting.environment)}
     # The C header has constants that look alike, and the variables by which its library is found.
     known |= set(re.findall(r"\bDFLASH_MOE_[A-Z_]+[A-Z]\b", C_HEADER.read_text(encoding="utf-8")))
     assert set(re.findall(r"\bDFLASH_MOE_[A-Z_]+[A-Z]\b", DOCUMENTS[document])) <= known

@@ -6,11 +6,15 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
+from dflash_moe.cli import config_file
 from dflash_moe.config import SETTINGS
 from dflash_moe.topology import Topology, parse
 from tests.checks import documents
+from tests.unit.cli.test_any_value import commands
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs/topology.md").read_text(encoding="utf-8")
 
@@ -20,6 +24,18 @@ def test_settings_of_the_document_are_those_of_the_table():
         [one.flag or "-", one.environment or "-", one.yaml or "-", one.allowed, one.default_text, one.help] for one in SETTINGS
     ]
     assert documents.table(TEXT, "settings") == expected
+
+
+def test_everyday_options_of_the_document_are_those_of_the_config_file():
+    rows = documents.table(TEXT, "everyday")
+    assert rows is not None
+    assert [row[0] for row in rows] == [*config_file.TEXTS, *config_file.SAMPLING]
+    named = {option for parameter in commands()["chat",].params for option in parameter.opts}
+    assert {row[1] for row in rows} <= named
+    readers = {words[0] for words, one in commands().items() if getattr(one.callback, "reads_config", False)}
+    assert set(re.findall("`([a-z]+)`", TEXT.partition("It counts for ")[2].partition(", where")[0])) == readers
+    example = TEXT.partition("names (`none`: no file):\n\n")[2].partition("\n\n")[0]
+    assert set(config_file.parse_options(textwrap.dedent(example), "example")) <= set(config_file.KEYS)
 
 
 def test_keys_of_the_document_are_those_of_the_parser():
