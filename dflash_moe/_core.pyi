@@ -46,6 +46,10 @@ class NumericsFacts:
 # All classes, the default first.
 def numerics_table() -> list[NumericsFacts]: ...
 
+# Gives the calling thread, which must be one of the package's own, the mode of f32-canonical: to
+# nearest, nothing flushed to zero.
+def set_canonical_float_mode() -> None: ...
+
 # The names of the classes that this kernel set computes, the default first.
 def numerics_classes(isa: str) -> list[str]: ...
 

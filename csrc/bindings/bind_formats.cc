@@ -5,11 +5,11 @@
 
 #include <string>
 
+#include "base/float_mode.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/panels/panel_layout.h"
-#include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 #include "compute/gpu/record_layout.h"
@@ -53,7 +53,7 @@ py::array_t<float> dequantize(const std::string& format_name, const py::buffer& 
   float* target = values.mutable_data();
   {
     py::gil_scoped_release unlocked;
-    const compute::CanonicalFloatMode mode;
+    const CanonicalFloatMode mode;
     compute::dequantize(source.view, 0, outputs, target);
   }
   return values;
@@ -77,7 +77,7 @@ py::array_t<float> requantize(const std::string& format_name, const FloatArray& 
                                  1};
   unwrap(compute::check_values("weights", view, format, 0, outputs));
   py::array_t<float> held({values.shape(0), values.shape(1)});
-  const compute::CanonicalFloatMode mode;
+  const CanonicalFloatMode mode;
   std::copy_n(values.data(), values.size(), held.mutable_data());
   for (uint32_t o = 0; o < outputs; ++o)
     compute::requantize_row(format, held.mutable_data() + size_t{o} * inputs, inputs);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/float_mode.h"
 #include "bindings/errors.h"
 #include "bindings/module.h"
 #include "compute/cpu/instruction_sets.h"
@@ -112,6 +113,7 @@ void bind_numerics(py::module_& module) {
       .def_property_readonly("weights", &weights_word)
       .def_property_readonly("is_bounded", &Facts::is_bounded)
       .def_property_readonly("offered_by", &offered_by);
+  module.def("set_canonical_float_mode", &set_canonical_float_mode);
   module.def("numerics_table", &numerics_table);
   module.def("numerics_classes", &numerics_classes, py::arg("isa"));
   module.def(

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 
 namespace dflash::client {
 
@@ -28,6 +29,8 @@ const std::byte* Combiner::take(Cursor& cursor, uint32_t token, size_t out_size)
 }
 
 Status Combiner::combine(const Call& call) {
+  // Whoever drives adds up other threads' calls too, in whatever mode its own thread is.
+  const CanonicalFloatMode mode;
   const size_t out_size = call.layer->plan.out_size;
   const TokenBatch& batch = call.work->batch;
   point_at_first_rows(*call.work);

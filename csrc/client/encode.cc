@@ -7,6 +7,7 @@
 
 #include "base/checksum.h"
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "wire/frame.h"
 #include "wire/payload.h"
 
@@ -88,6 +89,7 @@ uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dty
 
 Result<size_t> encode_request(const Slice& slice, uint16_t attempt, uint64_t generation,
                               std::span<std::byte> slot) {
+  const CanonicalFloatMode mode;  // some processors narrow as that mode says
   const LayerPlan& plan = slice.call->layer->plan;
   const TokenBatch& batch = slice.call->work->batch;
   const ShardRows& rows = slice.call->work->shard_rows[slice.shard_index];

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "client/call.h"
 #include "client/engine.h"
 #include "client/turn.h"
@@ -60,6 +61,7 @@ Status route(const TokenBatch& batch, const ExpertTable& experts, std::span<Shar
   if (batch.weights_dtype == Dtype::kF32) {
     weights = aligned(static_cast<const void*>(batch.topk_weights), num_pairs, copy);
   } else {
+    const CanonicalFloatMode mode;  // some processors widen f16 as that mode says
     copy.resize(num_pairs);
     widen(batch.weights_dtype, batch.topk_weights, copy.data(), num_pairs);
     weights = copy;

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/float_mode.h"
 #include "compute/experts/random_expert.h"
-#include "compute/float_mode.h"
 
 namespace dflash::measure {
 namespace {
@@ -126,7 +126,7 @@ void GemmBenchmark::multiply_all(uint32_t rows_per_expert) {
 }
 
 std::vector<int64_t> GemmBenchmark::run(uint32_t rows_per_expert, uint32_t rounds) {
-  const compute::CanonicalFloatMode mode;
+  const CanonicalFloatMode mode;
   std::vector<int64_t> found;
   for (uint32_t round = 0; round < rounds; ++round) {
     const int64_t began = now_ns();

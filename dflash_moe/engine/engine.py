@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from dflash_moe import _core
 from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
@@ -201,6 +202,7 @@ class Engine:
 
     # -- the engine thread -------------------------------------------------------------------------
     def _run(self) -> None:
+        _core.set_canonical_float_mode()  # torch's operators and the sampler make bits here
         error: DflashError = RequestCancelled("the engine was closed before the request had ended")
         try:
             while True:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dflash_moe import _core
 from dflash_moe.engine.half_turns import HalfStopped, HalfTurns
 from dflash_moe.engine.step_clock import StepClock
 from dflash_moe.errors import EngineError
@@ -140,6 +141,7 @@ class _SecondThread:
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    _core.set_canonical_float_mode()
     while (job := jobs.get()) is not None:
         compute, future = job
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from dflash_moe import ExpertRuntime, Topology, _core
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology.numerics import class_on
+from tests.float_modes import FOREIGN_MODES, float_mode
 
 BF16_CLASS = class_on("bf16", "cpu")
 
@@ -138,6 +140,20 @@ def test_bits_of_a_class_that_rounds_inputs_do_not_depend_on_transport_or_thread
 def test_bits_do_not_depend_on_which_worker_holds_a_shard(checkpoint, references, numerics):
     swapped = topology("shared", 1, lists=("5-7", "0-4"), numerics=numerics)
     assert_equal_to(references(numerics), outputs(checkpoint, swapped, modes=FEW))
+
+
+@pytest.mark.parametrize("address", ["loopback", "shared", "tcp"])
+def test_bits_do_not_depend_on_the_floating_point_mode_of_the_caller(checkpoint, address):
+    found = {}
+    with ExpertRuntime.start(topology(address, 2), model=checkpoint, dtype="f32", reply_dtype="f32") as runtime:
+        for mode, tokens, scale in itertools.product((None, *FOREIGN_MODES), TOKENS, (1.0, 1e-38)):
+            hidden, ids, weights = routed_batch(tokens, HIDDEN, NUM_EXPERTS, TOP_K, seed=tokens)
+            weights = (weights * scale).astype(np.float32)  # sums below the normal range
+            with nullcontext() if mode is None else float_mode(mode):
+                result = np.asarray(runtime.experts(0, hidden, ids, weights))
+            assert np.any(result)
+            found.setdefault((tokens, scale), []).append(result.tobytes())
+    assert all(len(set(each)) == 1 for each in found.values())
 
 
 @pytest.mark.parametrize("numerics", ["f32-canonical", *ROUNDING])

@@ -18,6 +18,7 @@ from dflash_moe.engine.generation import generate_tokens
 from dflash_moe.engine.host_model import HostModel, open_host
 from dflash_moe.engine.token_masks import DEADLINE_S
 from tests.engine_runs import CASES, WAYS, Alone, Asked, EngineRun, asked, come_and_go, engine_run
+from tests.float_modes import FOREIGN_MODES, float_mode
 from tests.host_models import ORIGINAL_MAX, checkpoint, start
 
 pytestmark = pytest.mark.transformers
@@ -61,6 +62,16 @@ def test_company_that_comes_and_goes_changes_no_bit(opened):
     assert max(stats["batch_sizes"]) >= 12
     assert stats["finished"]["cancelled"] > 0
     assert stats["finished"]["length"] > len(WAYS)
+
+
+@pytest.mark.parametrize("mode", FOREIGN_MODES)
+def test_the_floating_point_mode_of_the_caller_changes_no_bit(opened, mode):
+    wanted = one_of_each_way(300, max_tokens=6)
+    for one in wanted:
+        opened.alone.answer(one)
+    with float_mode(mode), engine_run(opened.host, max_batch_tokens=64) as run:
+        run.submit_all(wanted)
+        run.assert_exact(opened.alone)
 
 
 def test_bits_do_not_depend_on_how_steps_cut_prompts(opened):

@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "compute/experts/layer_checks.h"
-#include "compute/float_mode.h"
 
 namespace dflash::compute {
 namespace {

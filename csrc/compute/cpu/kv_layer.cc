@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/convert.h"
-#include "compute/float_mode.h"
+#include "base/float_mode.h"
 
 namespace dflash::compute {
 namespace {

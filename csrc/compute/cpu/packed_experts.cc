@@ -6,9 +6,9 @@
 #include <string>
 #include <utility>
 
+#include "base/float_mode.h"
 #include "compute/cpu/panels/pack.h"
 #include "compute/experts/layer_checks.h"
-#include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 

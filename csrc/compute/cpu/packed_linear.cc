@@ -8,11 +8,11 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "compute/cpu/first_overflow.h"
 #include "compute/cpu/panels/matrix_packer.h"
 #include "compute/cpu/panels/pack.h"
 #include "compute/cpu/panels/unpack.h"
-#include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "compute/cpu/first_overflow.h"
 #include "compute/cpu/packed_linear.h"
-#include "compute/float_mode.h"
 
 namespace dflash::compute {
 namespace {

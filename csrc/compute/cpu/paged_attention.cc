@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "compute/cpu/attention_kernels.h"
 #include "compute/cpu/attention_split.h"
-#include "compute/float_mode.h"
 
 namespace dflash::compute {
 

@@ -9,8 +9,8 @@
 #include <string>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "compute/cpu/row_kernel_set.h"
-#include "compute/float_mode.h"
 #include "compute/operators/argmax.h"
 #include "compute/operators/gating.h"
 

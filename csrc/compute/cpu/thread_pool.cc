@@ -13,7 +13,7 @@
 #include <system_error>
 
 #include "base/clock.h"
-#include "compute/float_mode.h"
+#include "base/float_mode.h"
 
 namespace dflash::compute {
 namespace {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "base/float_mode.h"
 #include "compute/experts/layer_checks.h"
-#include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 #include "compute/gpu/pack_records.h"

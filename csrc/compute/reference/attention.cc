@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/convert.h"
-#include "compute/float_mode.h"
+#include "base/float_mode.h"
 #include "compute/vector_scalar.h"
 
 namespace dflash::compute {

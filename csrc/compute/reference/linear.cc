@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "compute/experts/layer_checks.h"
-#include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
 #include "compute/reference/class_products.h"
 

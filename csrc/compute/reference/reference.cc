@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/float_mode.h"
 #include "compute/experts/activation.h"
 #include "compute/experts/content_checksum.h"
 #include "compute/experts/layer_checks.h"
-#include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/plain_rows.h"
 #include "compute/reference/class_products.h"

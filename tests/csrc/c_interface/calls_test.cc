@@ -7,6 +7,7 @@
 #include <iostream>
 
 #include "c_interface/stand_ins.h"
+#include "foreign_float_mode.h"
 
 namespace dflash::c_interface {
 namespace {
@@ -54,6 +55,31 @@ TEST_CASE("calls of every size and stride give what the workers compute, from ma
   }
   for (std::thread& caller : callers) caller.join();
   CHECK(num_right == 60);
+}
+
+TEST_CASE("the floating-point mode of the calling thread changes no bit of a result") {
+  Scene scene({.num_workers = 2});
+  for (const float scale : {1.0f, 1e-40f}) {
+    // Token 1 has its experts at both workers, and sums that round at every digit.
+    const auto make = [scale] {
+      auto tokens = std::make_unique<Tokens>(4);
+      for (float& value : tokens->hidden) value *= scale;
+      for (size_t i = 1; i < tokens->weights.size(); i += 2) tokens->weights[i] = 7.8e-8f;
+      return tokens;
+    };
+    const auto expected = make();
+    REQUIRE(run(scene.client, *expected) == DFLASH_MOE_OK);
+    for (const unsigned word : kForeignModes) {
+      const auto found = make();
+      {
+        const ForeignFloatMode mode(word);
+        REQUIRE(run(scene.client, *found) == DFLASH_MOE_OK);
+        CHECK(float_control() == word);
+      }
+      CHECK(std::memcmp(found->output.data(), expected->output.data(),
+                        found->output.size() * sizeof(float)) == 0);
+    }
+  }
 }
 
 TEST_CASE("wrong arguments are refused by name, and nothing is written") {

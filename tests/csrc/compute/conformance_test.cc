@@ -2,9 +2,6 @@
 // the neighbours and the threads.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 #include <bit>
 #include <cmath>
@@ -12,6 +9,7 @@
 
 #include "compute/cpu/cpu_backend.h"
 #include "compute/reference/reference.h"
+#include "foreign_float_mode.h"
 #include "toy_experts.h"
 
 namespace dflash::compute {
@@ -21,23 +19,6 @@ using toy::Batch;
 using toy::Experts;
 using toy::reply_of;
 using toy::spec_of;
-
-// The control word of this processor, and one that flushes subnormals to zero and rounds down.
-#if defined(__x86_64__)
-unsigned float_control() { return _mm_getcsr() & 0xffc0u; }  // without the exceptions seen so far
-void set_float_control(unsigned word) { _mm_setcsr(word); }
-constexpr unsigned kFlushAndRoundDown = 0x1f80 | 0x8040 | 0x2000;
-#elif defined(__aarch64__)
-unsigned float_control() {
-  uint64_t word;
-  asm volatile("mrs %0, fpcr" : "=r"(word)::"memory");
-  return static_cast<unsigned>(word);
-}
-void set_float_control(unsigned word) {
-  asm volatile("msr fpcr, %0" ::"r"(uint64_t{word}) : "memory");
-}
-constexpr unsigned kFlushAndRoundDown = 1u << 24 | 2u << 22;
-#endif
 
 std::vector<Isa> kernel_sets() {
   std::vector<Isa> sets;
@@ -214,7 +195,7 @@ TEST_CASE("NaN and infinity stay in their own row, as the one canonical NaN") {
   }
 }
 
-TEST_CASE("the caller's flush-to-zero mode changes nothing and comes back") {
+TEST_CASE("the caller's floating-point mode changes nothing and comes back") {
   const FfnSpec spec = spec_of(64, 48, 80);
   const Experts experts(spec, 2, Dtype::kF32, 41);
   Batch batch = Batch::random(spec, 2, 6, 2, 42);
@@ -222,13 +203,12 @@ TEST_CASE("the caller's flush-to-zero mode changes nothing and comes back") {
   for (Isa isa : kernel_sets()) {
     const Loaded loaded = load(isa, 2, experts, 2, Dtype::kF32);
     const std::vector<std::byte> expected = reply_of(*loaded.layer, batch);
-    const unsigned mode = float_control();
-    set_float_control(kFlushAndRoundDown);
-    const std::vector<std::byte> found = reply_of(*loaded.layer, batch);
-    const unsigned after = float_control();
-    set_float_control(mode);
-    CHECK(after == kFlushAndRoundDown);
-    CHECK(found == expected);
+    for (const unsigned word : kForeignModes) {
+      const ForeignFloatMode mode(word);
+      const std::vector<std::byte> found = reply_of(*loaded.layer, batch);
+      CHECK(float_control() == word);
+      CHECK(found == expected);
+    }
   }
 }
 

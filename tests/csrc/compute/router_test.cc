@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "base/float_mode.h"
 #include "compute/cpu/row_operators.h"
-#include "compute/float_mode.h"
 #include "compute/reference/row_operators.h"
 #include "strided_rows.h"
 

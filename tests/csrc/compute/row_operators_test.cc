@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "compute/float_mode.h"
+#include "base/float_mode.h"
 #include "compute/reference/row_operators.h"
 #include "strided_rows.h"
 

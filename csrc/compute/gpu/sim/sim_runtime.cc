@@ -12,7 +12,7 @@
 #include <set>
 #include <vector>
 
-#include "compute/float_mode.h"
+#include "base/float_mode.h"
 #include "compute/gpu/sim/block.h"
 
 namespace dflash::compute::gpu {

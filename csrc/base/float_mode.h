@@ -14,27 +14,38 @@
 #include <cfenv>
 #endif
 
-namespace dflash::compute {
+namespace dflash {
+
+// Sets the mode of the calling thread for good; for threads of our own.
+inline void set_canonical_float_mode() {
+#if defined(__x86_64__)
+  _mm_setcsr(0x1f80);  // all exceptions are masked; everything else is zero
+#elif defined(__aarch64__)
+  asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}) : "memory");  // FZ, FZ16, DN, AHP and traps off
+#else
+  std::fesetenv(FE_DFL_ENV);
+#endif
+}
 
 // Sets the mode of the calling thread and restores the former one at its end.
 class CanonicalFloatMode {
  public:
 #if defined(__x86_64__)
-  // All exceptions are masked; everything else is zero.
-  CanonicalFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  CanonicalFloatMode() : saved_(_mm_getcsr()) { set_canonical_float_mode(); }
   ~CanonicalFloatMode() { _mm_setcsr(saved_); }
 #elif defined(__aarch64__)
   // A write costs tens of cycles, so it is made only where it would change something.
-  CanonicalFloatMode() : saved_(control()) {
-    if (saved_ != kCanonical) set_control(kCanonical);
+  CanonicalFloatMode() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_)::"memory");
+    if (saved_ != 0) set_canonical_float_mode();
   }
   ~CanonicalFloatMode() {
-    if (saved_ != kCanonical) set_control(saved_);
+    if (saved_ != 0) asm volatile("msr fpcr, %0" ::"r"(saved_) : "memory");
   }
 #else
   CanonicalFloatMode() {
     std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
+    set_canonical_float_mode();
   }
   ~CanonicalFloatMode() { std::fesetenv(&saved_); }
 #endif
@@ -45,18 +56,10 @@ class CanonicalFloatMode {
 #if defined(__x86_64__)
   unsigned saved_;
 #elif defined(__aarch64__)
-  // Round to nearest; FZ, FZ16, DN, AHP and all traps are off.
-  static constexpr uint64_t kCanonical = 0;
-  static uint64_t control() {
-    uint64_t value;
-    asm volatile("mrs %0, fpcr" : "=r"(value)::"memory");
-    return value;
-  }
-  static void set_control(uint64_t value) { asm volatile("msr fpcr, %0" ::"r"(value) : "memory"); }
-  uint64_t saved_;
+  uint64_t saved_ = 0;
 #else
   std::fenv_t saved_;
 #endif
 };
 
-}  // namespace dflash::compute
+}  // namespace dflash
