@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-# What fenv.h calls FE_UPWARD; the nearest is 0 on both.
+# What C calls FE_UPWARD. The default, to the nearest, is 0 everywhere.
 _UPWARD = 0x800 if platform.machine() == "x86_64" else 0x400000
 FOREIGN_MODES = ("flush-to-zero", "upward")
 

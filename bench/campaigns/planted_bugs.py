@@ -66,6 +66,7 @@ class Finding:
 
 _RECEIVE, _PATH, _ANSWERS = "csrc/client/receive.cc", "csrc/client/path.cc", "csrc/client/engine_answers.cc"
 _LOSSES, _REMEDIES = "csrc/client/engine_losses.cc", "csrc/client/engine_remedies.cc"
+_ENGINE = "csrc/client/engine.cc"
 
 BUGS = {
     bug.name: bug
@@ -116,7 +117,7 @@ BUGS = {
         ),
         Bug(
             "hedges_not_counted", "bytes of second requests are in no counter",
-            "csrc/client/engine.cc", "    ++counters.hedges;\n    counters.hedge_request_bytes += message_bytes.value();\n", "",
+            _ENGINE, "    ++counters.hedges;\n    counters.hedge_request_bytes += message_bytes.value();\n", "",
         ),
         Bug(
             "refusal_ends_calls", "a refusal that is not about the numbers ends the call although another holder could answer",
@@ -124,11 +125,41 @@ BUGS = {
         ),
         Bug(
             "holders_left_unasked", "at its deadline a call fails although a holder was not asked yet",
-            _LOSSES, "if (!has_replicas_ || !ask_untried(*call, now)) fail(", "fail(",
+            _LOSSES, "    if (has_replicas_ && ask_untried(*call, now)) continue;\n", "",
         ),
         Bug(
             "hedges_without_budget", "second requests for slices that are merely slow need no token",
-            _REMEDIES, "(!link.is_suspect && !hedge_budget_.spend())", "(!link.is_suspect && (hedge_budget_.spend(), false))",
+            _REMEDIES, "(!link.is_suspect() && !hedge_budget_.spend())",
+            "(!link.is_suspect() && (hedge_budget_.spend(), false))",
+        ),
+        Bug(
+            "hang_up_unheard", "the end of a worker's pulses says nothing",
+            "csrc/client/liveness.cc", '    failure = "hung up";\n', "",
+        ),
+        Bug(
+            "stall_ignored", "a worker that shows no progress is suspected and never lost",
+            _LOSSES, "if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {\n    const",
+            "if (link.liveness.is_stalled(now, 1000 * options_.stall_timeout_ns)) {\n    const",
+        ),
+        Bug(
+            "silence_ignored", "a worker that answers nothing is suspected and never lost",
+            _LOSSES, "  if (lasts(2)) {", "  if (lasts(2000)) {",
+        ),
+        Bug(
+            "pulse_ends_silence", "a pulse lifts the suspicion that a worker answers nothing",
+            _LOSSES, "  judge_silence(link, now);\n",
+            "  if (!link.liveness.is_stalled(now, kTickNs)) hear(link);\n  judge_silence(link, now);\n",
+        ),
+        Bug(
+            "path_ends_silence", "a fresh data path lifts the suspicion that a worker answers nothing",
+            _LOSSES, "  link.silence.pause(now(), longest_silence_ns(link));\n",
+            "  static_cast<void>(link.silence.hear(now(), false));\n",
+        ),
+        Bug(
+            "absence_counts", "time in which nobody looked at what had arrived counts against workers",
+            _ENGINE, "  clock_.look(began);\n",
+            "  const int64_t from = clock_.at_last_look() == 0 ? began : began - 20'000'000'000;\n"
+            "  for (int64_t at = from; at < began; at += kTickNs) clock_.look(at);\n  clock_.look(began);\n",
         ),
     )
 }  # fmt: skip

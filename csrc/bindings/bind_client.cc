@@ -224,6 +224,13 @@ void bind_holders(ClientClass& client) {
           },
           py::arg("worker"), py::arg("has_remedy"))
       .def(
+          "set_stand_in",
+          [](const ClientBox& box, uint32_t worker, bool may_come) {
+            unwrap(without_gil(
+                box, [&](ExpertClient& one) { return one.set_stand_in(worker, may_come); }));
+          },
+          py::arg("worker"), py::arg("may_come"))
+      .def(
           "revive",
           [](const ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation,
              int pulse_fd) {

@@ -55,7 +55,7 @@ class DeviceStep {
              double timeout_s, const std::string& late, double budget_s,
              std::optional<uint64_t> stream, int64_t nap_ns)
       : device_(box.device), lanes_(lease.paths) {
-    const Deadline deadline = deadline_of(timeout_s);
+    const int64_t limit_ns = timeout_ns("timeout_s", timeout_s);
     const std::shared_ptr<client::ExpertClient> watched = client.get();
     Status begun = [&]() -> Status {
       py::gil_scoped_release unlocked;
@@ -66,7 +66,7 @@ class DeviceStep {
     for (const client::LeasedPath& lane : lanes_) rings.push_back(lane.ring);
     try {
       bell_ = std::make_unique<transport::RingBell>(std::move(rings), nap_ns);
-      watch_ = std::make_unique<client::StepWatch>(watched, lease, deadline, late,
+      watch_ = std::make_unique<client::StepWatch>(watched, lease, limit_ns, late,
                                                    [this] { device_->step_abort(); });
     } catch (const std::system_error& error) {
       bell_.reset();

@@ -40,8 +40,9 @@ struct SliceTroubles {
   std::vector<uint32_t> refused_by;  // workers that answered with an error; not asked again
   std::vector<std::string> told;     // what happened at each worker that was tried, in order
   std::optional<Error> last;
-  int64_t parked_ns = 0;  // since when it has waited for a holder; 0 while it does not
-  uint32_t worker = 0;    // the one that it was last taken from
+  // Since when it has waited for a holder, by the watch clock; 0 while it does not.
+  int64_t parked_ns = 0;
+  uint32_t worker = 0;  // the one that it was last taken from
 
   void add(Error error) {
     told.push_back(error.message);
@@ -99,8 +100,10 @@ struct Attempt {
   bool is_hedge = false;    // whether it was sent beside another one
   bool found_idle = false;  // whether the worker owed nothing when it was sent
   int64_t encode_start_ns = 0, published_ns = 0;
+  int64_t asked_ns = 0;  // when it was published, by the watch clock
   // An answer that takes longer is late enough to ask another holder; 0 where nothing is predicted.
   int64_t patience_ns = 0;
+  int64_t limit_ns = 0;  // a worker that answers nothing for longer is suspected
   uint64_t request_bytes = 0;
 };
 
@@ -127,8 +130,10 @@ class Call {
  public:
   uint64_t id = 0;
   const Layer* layer = nullptr;
-  int64_t submitted_ns = 0, deadline_ns = 0;
-  int64_t ended_ns = 0;  // set before `is_done` publishes it
+  int64_t submitted_ns = 0;
+  int64_t ended_ns = 0;  // set before `is_done` publishes it, as `done_ns` is
+  // By the watch clock (watch_clock.h): when it was submitted, when it is late, when it ended.
+  int64_t asked_ns = 0, deadline_ns = 0, done_ns = 0;
   // When the client began to cut it: at submit, or when it was admitted after it had been parked.
   int64_t begun_ns = 0;
   // True while a data path that it needs is worn or leased, or the client is held: not cut yet.

@@ -119,7 +119,8 @@ Status Cutter::cut_all(Call& call, Links links) {
   call.work->forecasts.assign(plan.shards.size(), ChunkForecast());
   for (uint32_t s = 0; s < plan.shards.size(); ++s) {
     if (call.work->shard_rows[s].tokens.empty()) continue;
-    Link& link = *pick_holder(call.layer->holders[s], links);
+    Link* on_trial = find_on_trial(call.layer->holders[s], links);
+    Link& link = on_trial != nullptr ? *on_trial : *pick_holder(call.layer->holders[s], links);
     call.work->holders[s] = link.index;
     auto num_splits = cut_chunk(call, s, link);
     if (!num_splits.ok()) {

@@ -103,9 +103,8 @@ Status Engine::set_holders(uint32_t layer, uint32_t shard, const std::vector<uin
     DFLASH_TRY(check_holders(plan, plan.shards[s], workers));
     found->second.holders[s] = workers;
     has_replicas_ = has_replicas_ || workers.size() > 1;
-    const int64_t now = now_ns();
-    for (const auto& link : links_) move_waiting(*link, now);
-    rehome_all(now);
+    for (const auto& link : links_) move_waiting(*link, now());
+    rehome_all(now());
     admit_parked();
     pump();
     return ok();
@@ -139,8 +138,9 @@ Engine::WorstShard Engine::worst_shard(const Call& call, int64_t now) const {
 
 Status Engine::start(const CallPtr& call) {
   if (is_closed_) return closed_error();
-  const int64_t now = now_ns();
-  if (now - last_judged_ns_ > kTickNs) judge_all(now);
+  const int64_t real_now = now_ns();
+  judge_if_due(real_now);
+  const int64_t now = clock_.at(real_now);
   const WorstShard worst = worst_shard(*call, now);
   if (worst.standing == Standing::kGone)
     return lost_shard_error(*call->layer, call->layer->holders[worst.index], links_);
@@ -150,7 +150,8 @@ Status Engine::start(const CallPtr& call) {
                      std::to_string(options_.max_calls) + "; take results before submitting more"};
   }
   call->id = next_call_id_++;
-  call->submitted_ns = now;
+  call->submitted_ns = real_now;
+  call->asked_ns = now;
   call->deadline_ns = now + options_.call_timeout_ns;
   if (is_held_ || worst.standing != Standing::kUsable) {
     call->is_parked = true;
@@ -158,7 +159,7 @@ Status Engine::start(const CallPtr& call) {
     calls_.push_back(call);
     return ok();
   }
-  call->begun_ns = now;
+  call->begun_ns = real_now;
   DFLASH_TRY(cutter_.cut(*call, links_));
   calls_.push_back(call);
   enqueue(*call);
@@ -170,12 +171,12 @@ Status Engine::start(const CallPtr& call) {
 // those that have waited in vain.
 void Engine::admit_parked() {
   if (num_parked_ == 0) return;
-  const int64_t now = now_ns();
+  const int64_t real_now = now_ns(), now = clock_.at(real_now);
   const std::vector<CallPtr> calls = calls_;  // a copy: calls that end leave calls_
   for (const CallPtr& call : calls) {
     if (!call->is_parked) continue;
     const WorstShard worst = worst_shard(*call, now);
-    const bool has_waited = now - call->submitted_ns > options_.park_ns;
+    const bool has_waited = now - call->asked_ns > options_.park_ns;
     if (worst.standing == Standing::kGone ||
         (worst.standing == Standing::kComingBack && has_waited)) {
       fail(*call, lost_shard_error(*call->layer, call->layer->holders[worst.index], links_));
@@ -184,7 +185,7 @@ void Engine::admit_parked() {
     if (is_held_ || worst.standing != Standing::kUsable) continue;
     call->is_parked = false;
     --num_parked_;
-    call->begun_ns = now;
+    call->begun_ns = real_now;
     Status done = cutter_.cut(*call, links_);
     if (done.ok()) {
       enqueue(*call);
@@ -210,10 +211,14 @@ void Engine::enqueue(Call& call) {
     link.waiting.push(slice);
     longest_ns = std::max(longest_ns, link.waiting.forecast_ns());
   }
+  call.deadline_ns = call.asked_ns + limit_ns(longest_ns);
+}
+
+// How long something may take for which so much is predicted.
+int64_t Engine::limit_ns(int64_t predicted_ns) const {
   const int64_t most_ns = kMaxPatience * options_.call_timeout_ns;
-  call.deadline_ns =
-      call.submitted_ns +
-      std::max(options_.call_timeout_ns, kPatience * std::min(longest_ns, most_ns / kPatience));
+  return std::max(options_.call_timeout_ns,
+                  kPatience * std::min(predicted_ns, most_ns / kPatience));
 }
 
 void Engine::resume() {
@@ -276,11 +281,15 @@ void Engine::send(Link& link, Slice& slice, uint32_t slot, bool is_hedge) {
   ++slice.num_in_flight;
   attempt.request_bytes = message_bytes.value();
   attempt.published_ns = now_ns();
-  if (!link.path.owes()) link.liveness.begin_to_owe(attempt.published_ns);
-  if (const int64_t predicted = link.path.forecast_ns() + slice.forecast_ns; predicted > 0) {
+  attempt.asked_ns = clock_.at(attempt.published_ns);
+  if (!link.path.owes()) link.liveness.begin_to_owe(attempt.asked_ns);
+  link.silence.ask(attempt.asked_ns);
+  const int64_t predicted = link.path.forecast_ns() + slice.forecast_ns;
+  attempt.limit_ns = limit_ns(predicted);
+  if (predicted > 0) {
     attempt.patience_ns = std::max(kLeastPatienceNs, kLatePatience * predicted);
     if (has_replicas_ && !slice.is_hedged)
-      next_hedge_ns_ = std::min(next_hedge_ns_, attempt.published_ns + attempt.patience_ns);
+      next_hedge_ns_ = std::min(next_hedge_ns_, attempt.asked_ns + attempt.patience_ns);
   }
   link.path.put_in_flight(slot, attempt);
   link.last_layer = plan.layer;
@@ -302,9 +311,8 @@ void Engine::send(Link& link, Slice& slice, uint32_t slot, bool is_hedge) {
 
 void Engine::drive(Deadline tick, int wake_fd) {
   const int64_t began = now_ns();
-  Deadline until = tick.earlier(Deadline::at_ns(began + kTickNs));
-  for (const CallPtr& call : calls_) until = until.earlier(Deadline::at_ns(call->deadline_ns));
-  if (has_replicas_) until = until.earlier(Deadline::at_ns(next_hedge_ns_));
+  clock_.look(began);
+  const int64_t left_ns = std::clamp(next_look_ns() - clock_.at(began), int64_t{0}, kTickNs);
   for (size_t i = 0; i < links_.size(); ++i) {
     const Path& path = links_[i]->path;
     transport::WaitEntry& entry = wait_entries_[i];
@@ -314,9 +322,11 @@ void Engine::drive(Deadline tick, int wake_fd) {
     entry.hangup_fd = links_[i]->liveness.fd();
     entry.has_hung_up = false;
   }
-  wait_for_reply(until, began, wake_fd);
-  const int64_t now = now_ns();
-  charge_wait(now - began);
+  wait_for_reply(tick.earlier(Deadline::at_ns(began + left_ns)), began, wake_fd);
+  const int64_t real_now = now_ns();
+  clock_.look(real_now);
+  const int64_t now = clock_.at(real_now);
+  charge_wait(real_now - began);
   for (size_t i = 0; i < links_.size(); ++i) {
     Link& link = *links_[i];
     if (wait_entries_[i].channel == nullptr || link.path.is_lost()) continue;
@@ -328,12 +338,19 @@ void Engine::drive(Deadline tick, int wake_fd) {
     }
     if (wait_entries_[i].has_hung_up) judge(link, now);
   }
-  if (now - last_judged_ns_ > kTickNs) judge_all(now);
+  judge_if_due(real_now);
   if (num_homeless_ > 0) rehome_all(now);
   if (num_parked_ > 0) admit_parked();
   if (has_replicas_ && now >= next_hedge_ns_) hedge_all(now);
   end_late_calls(now);
   pump();
+}
+
+// The first time at which something is late.
+int64_t Engine::next_look_ns() const {
+  int64_t next = has_replicas_ ? next_hedge_ns_ : std::numeric_limits<int64_t>::max();
+  for (const CallPtr& call : calls_) next = std::min(next, call->deadline_ns);
+  return next;
 }
 
 // Spinning through a computation of milliseconds would take a core from whoever else wants it;
@@ -398,6 +415,7 @@ void Engine::end(Call& call) {
   if (call.is_parked) --num_parked_;
   ++num_ended_;
   call.ended_ns = now_ns();
+  call.done_ns = clock_.at(call.ended_ns);
   call.is_done.store(true, std::memory_order_release);
   std::erase_if(calls_, [&call](const CallPtr& one) { return one.get() == &call; });
 }

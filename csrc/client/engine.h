@@ -30,12 +30,10 @@
 #include "client/router.h"
 #include "client/step.h"
 #include "client/types.h"
+#include "client/watch_clock.h"
 
 namespace dflash::client {
 
-// The longest sleep. It bounds how late a hang-up, a stall or a deadline is seen: a hang-up must be
-// acted on within 100 ms.
-inline constexpr int64_t kTickNs = 20'000'000;
 // A thread that sleeps until a time wakes up to 50 us late where timers are coalesced, and as much
 // later where its core was halted. A wait for a reply ends its sleep so long before the reply is
 // predicted, and spins from then on.
@@ -124,7 +122,7 @@ class Engine {
   Result<StepLease> begin_step(uint32_t num_calls);
   // Reads the pulses of the leased paths. Errors: kWorkerLost naming the first worker of the step
   // that is lost, kTimeout naming one that is suspected while others hold all that is asked of it.
-  Status judge_step(int64_t now);
+  Status judge_step();
   void end_step(const StepResult& result);
 
   // Whether waits may spin, where the options let them.
@@ -154,11 +152,16 @@ class Engine {
   void charge_wait(int64_t elapsed_ns);
   void wait_for_reply(Deadline until, int64_t now, int wake_fd);
   int64_t next_reply_ns() const;
+  int64_t next_look_ns() const;
+  int64_t limit_ns(int64_t predicted_ns) const;
+  int64_t now() const { return clock_.at(now_ns()); }
   // engine_answers.cc
   void take(Link& link, const transport::Arrival& arrival);
   void drain(Link& link);
+  void drain_all();
   void supersede(Link& link, const Slice& slice);
   void release(Link& link, uint32_t slot);
+  void hear(Link& link);
   void take_refusal(Link& link, const Answer& answer);
   void take_rows(Link& link, const Answer& answer);
   void learn(Link& link, const Attempt& attempt, uint64_t reply_bytes);
@@ -166,7 +169,11 @@ class Engine {
   void lose(Link& link, ErrorCode code, const std::string& reason);
   void judge(Link& link, int64_t now);
   void judge_all(int64_t now);
+  void judge_if_due(int64_t real_now);
+  void judge_silence(Link& link, int64_t now);
+  int64_t longest_silence_ns(const Link& link) const;
   void end_late_calls(int64_t now);
+  bool await_verdict(Call& call, int64_t now);
   Error late_error(const Call& call) const;
   Status check_idle(const Link& link) const;
   // engine_remedies.cc
@@ -180,12 +187,13 @@ class Engine {
   Error homeless_error(const Slice& slice) const;
   void move_waiting(Link& link, int64_t now);
   bool can_move(const Slice& slice, const Link& from) const;
+  void relieve(Link& link, int64_t now);
   void give(Slice& slice, Link& home, int64_t now);
   bool ask_untried(Call& call, int64_t now);
   Link* find_untried(const Slice& slice) const;
   int64_t hedged_until(const Slice& slice) const;
   void give_up_attempts(Slice& slice);
-  void set_suspect(Link& link, bool is_suspect);
+  void set_stalled(Link& link, bool is_stalled);
   void hedge_all(int64_t now);
   void hedge(Link& link, uint32_t slot, int64_t now);
   void tell(const Link& link, EventKind kind, std::string reason);
@@ -201,10 +209,11 @@ class Engine {
   bool is_closed_ = false;
   uint64_t next_call_id_ = 1;
   uint64_t num_ended_ = 0;
-  int64_t last_judged_ns_ = 0;
-  bool has_replicas_ = false;  // whether any shard has, or had, several holders
-  size_t num_homeless_ = 0;    // slices of calls under way
-  // When an attempt will be late; max() where none can be, 0 to look at once.
+  WatchClock clock_;            // all times named `now` are its own
+  int64_t last_judged_ns_ = 0;  // by the machine's clock
+  bool has_replicas_ = false;   // whether any shard has, or had, several holders
+  size_t num_homeless_ = 0;     // slices of calls under way
+  // When an attempt will be late, by the watch clock; max() where none can be, 0 to look at once.
   int64_t next_hedge_ns_ = std::numeric_limits<int64_t>::max();
   HedgeBudget hedge_budget_;
   OpenStep step_;

@@ -28,6 +28,10 @@ void Engine::drain(Link& link) {
   }
 }
 
+void Engine::drain_all() {
+  for (const auto& link : links_) drain(*link);
+}
+
 void Engine::take(Link& link, const transport::Arrival& arrival) {
   auto taken = take_answer(link.path, arrival, reply_buffers_);
   if (!taken.ok()) return lose(link, taken.error().code, taken.error().message);
@@ -52,7 +56,15 @@ void Engine::supersede(Link& link, const Slice& slice) {
 
 void Engine::release(Link& link, uint32_t slot) {
   link.path.release(slot);
-  if (link.is_late) link.is_late = owes_late_answer(link, now_ns());
+  hear(link);
+  if (link.is_late) link.is_late = owes_late_answer(link, now());
+}
+
+// A whole answer of the worker has come.
+void Engine::hear(Link& link) {
+  // What has arrived was there at the last look, or came just after it.
+  if (link.silence.hear(clock_.at_last_look(), link.path.is_listening()))
+    tell(link, EventKind::kWell, "");
 }
 
 // Only a range error is about the caller's numbers, and every holder would answer the same. Every
@@ -76,7 +88,7 @@ void Engine::take_refusal(Link& link, const Answer& answer) {
   slice.troubles->add(std::move(error));
   if (slice.num_in_flight > 0) return;  // another holder is still at it
   make_homeless(slice, link);
-  rehome_all(now_ns());
+  rehome_all(now());
 }
 
 void Engine::take_rows(Link& link, const Answer& answer) {

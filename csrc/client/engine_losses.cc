@@ -39,8 +39,9 @@ void Engine::lose(Link& link, ErrorCode code, const std::string& reason) {
   });
   link.path.lose(reason);
   link.liveness.close();
-  link.is_suspect = link.is_late = false;
-  link.lost_ns = now_ns();
+  link.is_stalled = link.is_late = false;
+  link.silence.forget();
+  link.lost_ns = now();
   tell(link, EventKind::kLost, reason);
   for (Slice* slice : taken) {
     Error error = link.lost_error(*slice->call->layer);
@@ -58,49 +59,113 @@ void Engine::lose_after_drain(Link& link, const std::string& reason) {
   pump();
 }
 
+void Engine::judge_if_due(int64_t real_now) {
+  if (real_now - last_judged_ns_ > kTickNs) judge_all(clock_.at(real_now));
+}
+
 void Engine::judge_all(int64_t now) {
-  last_judged_ns_ = now;
+  last_judged_ns_ = now_ns();
   for (const auto& link : links_) judge(*link, now);
 }
 
-// A worker that owes nothing any more, because others answered for it, is still expected to show
-// progress while it is suspected, or has not given its own answer: otherwise it would be asked
-// again, and hold up the next call as long, or would be behind a cut link and never be dialled.
+// A worker is given up by the first of three grounds: its pulses end, its progress counter stands
+// still, it answers nothing.
+//
+// One that owes nothing any more, because others answered for it, is still expected to show
+// progress while it is suspected of a stall, or has not given its own answer: otherwise it would be
+// asked again, and hold up the next call as long, or would be behind a cut link and never be
+// dialled.
 void Engine::judge(Link& link, int64_t now) {
   const PathState state = link.path.state();
   if (state == PathState::kLost || state == PathState::kLeased) return;  // see judge_step()
   if (const auto failure = link.liveness.read_pulses(now)) return lose_after_drain(link, *failure);
-  if (link.is_suspect && link.liveness.counter() != link.suspect_counter) set_suspect(link, false);
+  judge_silence(link, now);
+  if (link.path.is_lost()) return;
+  if (link.is_stalled && link.liveness.counter() != link.stalled_at) set_stalled(link, false);
   // What waits there may wait long: where others have answered for it until no slot was left, only
   // its late replies would free one.
-  if (link.is_suspect || link.is_late || !link.is_usable()) move_waiting(link, now);
-  if (!link.owes() && !link.is_suspect && !link.is_late && link.waiting.empty())
+  if (link.is_suspect() || link.is_late || !link.is_usable()) move_waiting(link, now);
+  if (!link.owes() && !link.is_stalled && !link.is_late && link.waiting.empty())
     return link.liveness.rest();
   if (!link.owes()) link.liveness.begin_to_wait(now);
-  if (link.is_suspect) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
+  if (link.is_suspect()) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
   if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {
     const uint32_t num_owed = link.path.num_in_flight();
     drain(link);
     if (!link.path.is_lost() && link.path.num_in_flight() == num_owed)
       lose(link, ErrorCode::kWorkerLost, link.liveness.stall_text(now));
-  } else if (!link.is_suspect && link.liveness.is_stalled(now, options_.suspect_ns)) {
-    set_suspect(link, true);
+  } else if (!link.is_stalled && link.liveness.is_stalled(now, options_.suspect_ns)) {
+    set_stalled(link, true);
     move_waiting(link, now);
   }
 }
 
-void Engine::end_late_calls(int64_t now) {
-  std::vector<CallPtr> late;
-  std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(late),
-               [now](const CallPtr& call) { return now >= call->deadline_ns; });
-  for (const CallPtr& call : late) {
-    if (!has_replicas_ || !ask_untried(*call, now)) fail(*call, late_error(*call));
+void Engine::judge_silence(Link& link, int64_t now) {
+  const auto lasts = [&](int64_t limits) {
+    return link.silence.lasts_ns(now) > limits * longest_silence_ns(link);
+  };
+  if (!link.liveness.is_judged()) return;
+  if (lasts(1)) drain(link);  // an answer may just have come
+  if (link.path.is_lost()) return;
+  if (lasts(2)) {
+    const char* pulse = link.is_stalled ? "" : " although its pulse goes on";
+    return lose(link, ErrorCode::kWorkerLost,
+                std::string("answers nothing") + pulse + ": no whole answer for " +
+                    seconds_text(link.silence.lasts_ns(now)) +
+                    "; raise ipc.call_timeout_s if it is only slow");
   }
+  if (lasts(1) && !link.silence.is_suspect()) {
+    link.silence.suspect();
+    tell(link, EventKind::kSuspect, "answers nothing");
+  }
+  if (link.answers_nothing()) relieve(link, now);
+}
+
+// A worker of which much is predicted has as much more time as its calls have.
+int64_t Engine::longest_silence_ns(const Link& link) const {
+  return std::max(
+      {options_.call_timeout_ns, link.silence.limit_ns(), link.path.longest_limit_ns()});
+}
+
+// What has arrived by now counts, however late it is looked at.
+void Engine::end_late_calls(int64_t now) {
+  const auto is_late = [now](const CallPtr& call) { return now >= call->deadline_ns; };
+  if (std::none_of(calls_.begin(), calls_.end(), is_late)) return;
+  drain_all();
+  std::vector<CallPtr> late;
+  std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(late), is_late);
+  for (const CallPtr& call : late) {
+    if (call->is_done) continue;
+    if (has_replicas_ && ask_untried(*call, now)) continue;
+    if (!await_verdict(*call, now)) fail(*call, late_error(*call));
+  }
+}
+
+// At its deadline, a call for which all workers that owe it something have answered nothing goes on
+// where stand-ins may come for them: until they are given up, and as long as it may then wait for
+// another holder. Returns whether it does.
+bool Engine::await_verdict(Call& call, int64_t now) {
+  const int64_t latest = call.asked_ns + kMaxPatience * options_.call_timeout_ns;
+  if (call.is_parked || now >= latest) return false;
+  int64_t until = 0;
+  for (const Slice& slice : call.work->slices) {
+    if (slice.state == SliceState::kArrived) continue;
+    const Link& link = *links_[slice.worker];
+    const bool is_asked =
+        slice.state == SliceState::kInFlight || slice.state == SliceState::kWaiting;
+    if (!is_asked || !link.may_have_stand_in || !link.liveness.is_judged() ||
+        link.silence.has_heard_since(call.asked_ns))
+      return false;
+    const int64_t verdict = now + 2 * longest_silence_ns(link) - link.silence.lasts_ns(now);
+    until = std::max(until, verdict + options_.park_ns);
+  }
+  call.deadline_ns = std::max(call.deadline_ns, std::min(until, latest));
+  return call.deadline_ns > now;
 }
 
 Error Engine::late_error(const Call& call) const {
   const LayerPlan& plan = call.layer->plan;
-  const std::string limit = seconds_text(call.deadline_ns - call.submitted_ns);
+  const std::string limit = seconds_text(call.deadline_ns - call.asked_ns);
   if (!call.is_parked) {
     const auto& slices = call.work->slices;
     const auto owed = std::find_if(slices.begin(), slices.end(), [](const Slice& slice) {
@@ -167,9 +232,10 @@ Status Engine::retire_path(Link& link, const std::string& reason) {
 
 Status Engine::renew_path(Link& link, NewPath path) {
   DFLASH_TRY(check_idle(link));
+  link.silence.pause(now(), longest_silence_ns(link));
   link.path.renew(std::move(path));
   link.is_late = false;
-  rehome_all(now_ns());
+  rehome_all(now());
   admit_parked();
   pump();
   return ok();
@@ -186,7 +252,7 @@ Status Engine::replace_worker(Link& link, NewPath path, OwnedFd pulse) {
     return refuse("its fresh path has the generation of the lost one");
   link.path.renew(std::move(path));
   link.liveness = Liveness(std::move(pulse));
-  rehome_all(now_ns());
+  rehome_all(now());
   admit_parked();
   pump();
   return ok();
@@ -195,7 +261,7 @@ Status Engine::replace_worker(Link& link, NewPath path, OwnedFd pulse) {
 void Engine::wear_out_unfit() {
   for (const auto& link : links_) {
     // The late reply of a worker that is suspected frees a slot, or the worker is given up.
-    if (link->path.num_quarantined() > 0 && !link->is_suspect)
+    if (link->path.num_quarantined() > 0 && !link->is_suspect())
       link->path.wear_out("a device step needs all of its slots");
   }
 }
@@ -223,14 +289,14 @@ bool Engine::has_path_to_retire() const {
 
 bool Engine::must_step_wait() {
   // Where all calls are device steps, nobody else would see that a suspected worker is well again.
-  judge_all(now_ns());
+  judge_all(now());
   return num_under_way() > 0 || choose_step_holders(links_, layers_).is_busy;
 }
 
 Result<StepLease> Engine::begin_step(uint32_t num_calls) {
   StepChoice choice = choose_step_holders(links_, layers_);
   if (choice.error) return std::move(*choice.error);
-  StepLease lease = step_.begin(links_, std::move(choice), now_ns());
+  StepLease lease = step_.begin(links_, std::move(choice), now());
   lease.first_call = next_call_id_;
   next_call_id_ += num_calls;
   return lease;
@@ -238,7 +304,11 @@ Result<StepLease> Engine::begin_step(uint32_t num_calls) {
 
 // What is asked of one worker in a step is asked of no other, so that a suspected one ends the step
 // where another holder can answer the same calls outside of it.
-Status Engine::judge_step(int64_t now) {
+Status Engine::judge_step() {
+  const int64_t real_now = now_ns();
+  clock_.look(real_now);
+  drain_all();
+  const int64_t now = clock_.at(real_now);
   judge_all(now);  // those that are not lent, who may be asked instead
   for (const StepPath& path : step_.paths()) {
     Link& link = *links_[path.worker];
@@ -250,7 +320,7 @@ Status Engine::judge_step(int64_t now) {
         lose(link, ErrorCode::kWorkerLost, link.liveness.stall_text(now));
       } else if (link.liveness.is_stalled(now, options_.suspect_ns) &&
                  step_.has_stand_in(link, links_, layers_)) {
-        if (!link.is_suspect) set_suspect(link, true);
+        if (!link.is_stalled) set_stalled(link, true);
         return Error{ErrorCode::kTimeout, "worker " + link.name + " showed " +
                                               link.liveness.stall_text(now) +
                                               ", and others hold its experts"}
@@ -269,6 +339,9 @@ Status Engine::judge_step(int64_t now) {
 void Engine::end_step(const StepResult& result) {
   const std::vector<StepPath> paths(step_.paths().begin(), step_.paths().end());
   step_.end(links_, layers_, result);
+  for (const StepMessage& message : result.answered) {
+    if (Link* answering = link(message.worker)) hear(*answering);
+  }
   for (const StepPath& path : paths) tell_if_idle(*links_[path.worker]);
   admit_parked();
   pump();

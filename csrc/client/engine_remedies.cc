@@ -80,10 +80,9 @@ void Engine::give(Slice& slice, Link& home, int64_t now) {
   slice.state = SliceState::kWaiting;
   slice.worker = home.index;
   home.waiting.push_front(slice);
-  const int64_t most_ns = kMaxPatience * options_.call_timeout_ns;
-  const int64_t predicted_ns = kPatience * std::min(home.backlog_ns(), most_ns / kPatience);
-  const int64_t until = now + std::max(options_.call_timeout_ns, predicted_ns);
-  call.deadline_ns = std::max(call.deadline_ns, std::min(until, call.submitted_ns + most_ns));
+  const int64_t latest = call.asked_ns + kMaxPatience * options_.call_timeout_ns;
+  const int64_t until = now + limit_ns(home.backlog_ns());
+  call.deadline_ns = std::max(call.deadline_ns, std::min(until, latest));
 }
 
 // Says what happened to a slice, and how those were lost that could not even be asked.
@@ -127,13 +126,15 @@ bool Engine::can_move(const Slice& slice, const Link& from) const {
   const auto holders = holders_of(slice);
   const bool is_holder = std::find(holders.begin(), holders.end(), from.index) != holders.end();
   const bool can_stay =
-      is_holder && from.is_usable() && !from.is_suspect && from.admission == Admission::kOpen;
+      is_holder && from.is_usable() && !from.is_suspect() && from.admission == Admission::kOpen;
   if (can_stay && !from.is_late) return false;
   const std::span<const uint32_t> refused =
       slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
   const Link* other = pick_holder(holders, links_, refused, &from);
-  if (other == nullptr || other->is_suspect || other->is_late || other->is_last_resort ||
-      other->admission != Admission::kOpen || !fits(slice, other->path.geometry()))
+  if (other == nullptr || !fits(slice, other->path.geometry())) return false;
+  if (from.answers_nothing()) return !other->silence.is_suspect();
+  if (other->is_suspect() || other->is_late || other->is_last_resort ||
+      other->admission != Admission::kOpen)
     return false;
   // One that is merely late keeps what it is predicted to do sooner than the other.
   return !can_stay || other->backlog_ns() + slice.forecast_ns <= from.backlog_ns();
@@ -151,6 +152,23 @@ void Engine::move_waiting(Link& link, int64_t now) {
   });
   for (Slice* slice : moved) make_homeless(*slice, link);
   rehome_all(now);
+}
+
+// Asks others for all that is asked of a worker which answers nothing. They need not have a free
+// credit, as for a second request: nobody counts on this worker's answer any more.
+void Engine::relieve(Link& link, int64_t now) {
+  move_waiting(link, now);
+  std::vector<Slice*> owed;
+  for (const Slot& slot : link.path.slots()) {
+    Slice* slice = slot.attempt.slice;
+    if (slice != nullptr && slice->num_in_flight == 1) owed.push_back(slice);
+  }
+  for (Slice* slice : owed) {
+    Link* other = find_untried(*slice);
+    if (other == nullptr || other->silence.is_suspect()) continue;
+    give_up_attempts(*slice);
+    give(*slice, *other, now);
+  }
 }
 
 // -- second requests
@@ -173,18 +191,19 @@ void Engine::hedge(Link& link, uint32_t slot, int64_t now) {
   if (attempt.slice == nullptr || attempt.slice->is_hedged) return;
   Slice& slice = *attempt.slice;
   if (holders_of(slice).size() < 2) return;
-  if (!link.is_suspect && !is_late(attempt, now)) {
+  if (!link.is_suspect() && !is_late(attempt, now)) {
     if (attempt.patience_ns > 0)
-      next_hedge_ns_ = std::min(next_hedge_ns_, attempt.published_ns + attempt.patience_ns);
+      next_hedge_ns_ = std::min(next_hedge_ns_, attempt.asked_ns + attempt.patience_ns);
     return;
   }
   const std::span<const uint32_t> refused =
       slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
   Link* other = pick_holder(holders_of(slice), links_, refused, &link);
-  if (other == nullptr || other->is_suspect || (other->is_last_resort && !link.is_suspect)) return;
+  if (other == nullptr || other->is_suspect() || (other->is_last_resort && !link.is_suspect()))
+    return;
   if (!other->waiting.empty() || !fits(slice, other->path.geometry())) return;
   const auto free = other->path.free_slot(other->window);
-  if (!free || (!link.is_suspect && !hedge_budget_.spend())) {
+  if (!free || (!link.is_suspect() && !hedge_budget_.spend())) {
     next_hedge_ns_ = std::min(next_hedge_ns_, now + kLeastPatienceNs);
     return;
   }
@@ -192,10 +211,10 @@ void Engine::hedge(Link& link, uint32_t slot, int64_t now) {
   send(*other, slice, *free, true);
 }
 
-void Engine::set_suspect(Link& link, bool is_suspect) {
-  link.is_suspect = is_suspect;
-  if (is_suspect) {
-    link.suspect_counter = link.liveness.counter();
+void Engine::set_stalled(Link& link, bool is_stalled) {
+  link.is_stalled = is_stalled;
+  if (is_stalled) {
+    link.stalled_at = link.liveness.counter();
     next_hedge_ns_ = 0;  // what it owes is asked of others at once
     tell(link, EventKind::kSuspect, "no progress");
   } else {
@@ -211,7 +230,7 @@ void Engine::set_suspect(Link& link, bool is_suspect) {
 // later deadline. Each of them is asked once, so that this ends, and never after the patience of a
 // call.
 bool Engine::ask_untried(Call& call, int64_t now) {
-  const int64_t latest = call.submitted_ns + kMaxPatience * options_.call_timeout_ns;
+  const int64_t latest = call.asked_ns + kMaxPatience * options_.call_timeout_ns;
   if (call.is_parked || now >= latest) return false;
   int64_t until = 0;
   const auto is_hopeless = [&](const Slice& slice) {
@@ -245,7 +264,7 @@ int64_t Engine::hedged_until(const Slice& slice) const {
     for (const Slot& slot : link->path.slots()) {
       const Attempt& attempt = slot.attempt;
       if (attempt.slice == &slice && attempt.is_hedge)
-        until = attempt.published_ns + std::max(options_.call_timeout_ns, attempt.patience_ns);
+        until = attempt.asked_ns + std::max(options_.call_timeout_ns, attempt.patience_ns);
     }
   }
   return until;
@@ -295,8 +314,8 @@ void Engine::give_up_attempts(Slice& slice) {
 
 void Engine::set_admission(Link& link, Admission admission) {
   link.admission = admission;
-  move_waiting(link, now_ns());
-  rehome_all(now_ns());
+  move_waiting(link, now());
+  rehome_all(now());
   admit_parked();
   pump();
   tell_if_idle(link);
@@ -305,7 +324,7 @@ void Engine::set_admission(Link& link, Admission admission) {
 void Engine::set_remedy(Link& link, bool has_remedy) {
   link.has_remedy = has_remedy;
   if (has_remedy) return;
-  rehome_all(now_ns());  // nobody waits for it any more
+  rehome_all(now());  // nobody waits for it any more
   admit_parked();
 }
 

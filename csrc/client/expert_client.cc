@@ -195,6 +195,14 @@ Status ExpertClient::set_remedy(uint32_t worker, bool has_remedy) {
   return ok();
 }
 
+Status ExpertClient::set_stand_in(uint32_t worker, bool may_come) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  link.value()->may_have_stand_in = may_come;
+  return ok();
+}
+
 void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
   const Turn turn(state_->turns);
   if (Link* link = state_->engine.link(worker)) state_->engine.lose_after_drain(*link, reason);
@@ -351,7 +359,7 @@ Result<StepLease> ExpertClient::begin_step(uint32_t num_calls) {
 
 Status ExpertClient::judge_step() {
   const Turn turn(state_->turns);
-  Status judged = state_->engine.judge_step(now_ns());
+  Status judged = state_->engine.judge_step();
   state_->tell_keepers();
   return judged;
 }
@@ -376,8 +384,8 @@ std::vector<WorkerReport> ExpertClient::workers() const {
   const Turn turn(state_->turns);
   std::vector<WorkerReport> reports;
   for (const auto& link : state_->engine.links()) {
-    reports.push_back({link->name, link->path.state(), link->is_suspect, link->admission,
-                       link->path.reason(), link->path.num_quarantined(), link->stale_replies,
+    reports.push_back({link->name, link->path.state(), link->is_suspect(), link->admission,
+                       link->reason(), link->path.num_quarantined(), link->stale_replies,
                        link->path.generation()});
   }
   return reports;

@@ -46,6 +46,10 @@ class ExpertClient {
   // Says whether somebody brings the worker back if it is lost. Calls that need it then wait, up to
   // ClientOptions::park_ns. Errors: kInvalidArgument.
   Status set_remedy(uint32_t worker, bool has_remedy);
+  // Says whether another holder will be named once the worker is suspected. A call then waits for
+  // that beyond its deadline, until a worker that has answered nothing is given up. Errors:
+  // kInvalidArgument.
+  Status set_stand_in(uint32_t worker, bool may_come);
   // Both of the following apply to calls that are cut from now on. Errors: kInvalidArgument.
   Status set_policy(uint32_t worker, SlicePolicy policy);
   Status set_dtypes(uint32_t worker, Dtype request_dtype, Dtype reply_dtype);

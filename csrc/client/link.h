@@ -14,6 +14,7 @@
 #include "client/call.h"
 #include "client/liveness.h"
 #include "client/path.h"
+#include "client/silence.h"
 #include "client/types.h"
 #include "client/worker_model.h"
 
@@ -78,6 +79,16 @@ struct Link {
   }
   // The time predicted for all that it has and all that waits for it.
   int64_t backlog_ns() const { return waiting.forecast_ns() + path.forecast_ns() + cut_ns; }
+  // Whether it owes an answer and has given none for too long.
+  bool answers_nothing() const { return silence.is_suspect() && path.is_listening(); }
+  // Whether it owes nothing any more, but has to answer something before it is trusted again.
+  bool is_on_trial() const {
+    return silence.is_suspect() && !path.is_listening() && waiting.empty() && is_usable();
+  }
+  // Whether what it owes is asked of others without waiting any longer.
+  bool is_suspect() const { return is_stalled || answers_nothing(); }
+  // Why it is lost, worn or suspected; empty otherwise.
+  std::string reason() const;
   Error lost_error(const Layer& layer) const;
 
   const std::string name;
@@ -86,14 +97,17 @@ struct Link {
   Admission admission = Admission::kOpen;
   // Whether somebody brings the worker back if it is lost, so that it is worth waiting for.
   bool has_remedy = false;
-  int64_t lost_ns = 0;  // when it was lost last
-  bool is_suspect = false;
+  bool may_have_stand_in = false;  // whether another holder is named once it is suspected
+  int64_t lost_ns = 0;             // when it was lost last, by the watch clock
+  // Whether it owes replies and shows no progress, since its progress counter was `stalled_at`.
+  bool is_stalled = false;
+  uint64_t stalled_at = 0;
   // Whether it has owed an answer for longer than was predicted. Only judged where shards have
   // several holders.
   bool is_late = false;
-  uint64_t suspect_counter = 0;  // its progress counter when it became suspect
   Path path;
   Liveness liveness;
+  Silence silence;
   SlicePolicy policy;
   Dtype request_dtype, reply_dtype;  // of calls that are cut from now on
 
@@ -115,6 +129,11 @@ struct Link {
 
 // The workers of a client, by index.
 using Links = std::span<const std::unique_ptr<Link>>;
+
+inline std::string Link::reason() const {
+  if (std::string of_path = path.reason(); !of_path.empty()) return of_path;
+  return is_stalled ? "shows no progress" : answers_nothing() ? "answers nothing" : "";
+}
 
 // Makes an error such as "worker w1 was lost: hung up (layer model.layers.3.mlp.experts)".
 inline Error Link::lost_error(const Layer& layer) const {

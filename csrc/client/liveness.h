@@ -19,7 +19,7 @@ std::string seconds_text(int64_t nanoseconds);
 
 class Liveness {
  public:
-  // Without a socket, the worker lives in this process and is never judged.
+  // Without a socket, the worker lives in this process.
   explicit Liveness(OwnedFd pulse) : pulse_(std::move(pulse)) {}
 
   // Says that the worker begins to owe something: its time counts from here.
@@ -36,9 +36,11 @@ class Liveness {
   void rest() { is_resting_ = true; }
   // Reads every pulse that waits. Returns a reason if the worker must be given up.
   std::optional<std::string> read_pulses(int64_t now);
+  // Whether there are pulses. A worker in this process is never judged.
+  bool is_judged() const { return pulse_.is_open(); }
   // Whether the counter has stood still for `stall_ns`; asked of a worker that owes something.
   bool is_stalled(int64_t now, int64_t stall_ns) const {
-    return pulse_.is_open() && now - last_change_ns_ > stall_ns;
+    return is_judged() && now - last_change_ns_ > stall_ns;
   }
   std::string stall_text(int64_t now) const {
     return "no progress for " + seconds_text(now - last_change_ns_);

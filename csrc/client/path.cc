@@ -84,7 +84,8 @@ void Path::quarantine(uint32_t slot, bool is_superseded) {
   const Slice& slice = *attempt.slice;
   const LayerPlan& plan = slice.call->layer->plan;
   const Quarantine kept{slice.call->id, plan.layer,     plan.shards[slice.shard_index].shard,
-                        slice.index,    attempt.number, is_superseded};
+                        slice.index,    attempt.number, attempt.limit_ns,
+                        is_superseded};
   release(slot);
   slots_[slot].quarantine = kept;
   ++num_quarantined_;
@@ -101,6 +102,15 @@ void Path::supersede(const Slice& slice) {
   for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
     if (slots_[slot].attempt.slice == &slice) quarantine(slot, true);
   }
+}
+
+int64_t Path::longest_limit_ns() const {
+  int64_t longest = 0;
+  for (const Slot& slot : slots_) {
+    longest =
+        std::max(longest, slot.quarantine ? slot.quarantine->limit_ns : slot.attempt.limit_ns);
+  }
+  return longest;
 }
 
 bool Path::has_in_flight(const Slice& slice) const {

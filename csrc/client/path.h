@@ -24,6 +24,7 @@ struct Quarantine {
   uint64_t call_id = 0;
   uint32_t layer = 0, shard = 0;
   uint16_t slice = 0, attempt = 0;
+  int64_t limit_ns = 0;  // the attempt's
   // Whether another holder answered first. Otherwise the call has ended.
   bool is_superseded = false;
 };
@@ -69,6 +70,8 @@ class Path {
   uint32_t num_in_flight() const { return num_in_flight_; }
   int64_t forecast_ns() const { return forecast_ns_; }  // predicted for all that is in flight
   uint32_t num_quarantined() const { return num_quarantined_; }
+  // The longest limit of all answers that are owed, also of those that nobody needs any more.
+  int64_t longest_limit_ns() const;
   bool owes() const { return num_in_flight_ > 0; }
   // Whether a message may arrive. Nobody listens to a retired path, because its worker may already
   // have closed its end, which would look like a hang-up.

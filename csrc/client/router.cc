@@ -9,17 +9,20 @@ namespace {
 
 // The lower, the sooner it is asked.
 int rank_of(const Link& link) {
+  if (link.silence.is_suspect()) return 4;
   if (link.admission == Admission::kDraining) return 3;
   if (link.is_last_resort) return 2;
-  return link.is_suspect || link.is_late ? 1 : 0;
+  return link.is_stalled || link.is_late ? 1 : 0;
 }
 
 bool contains(std::span<const uint32_t> holders, uint32_t holder) {
   return std::find(holders.begin(), holders.end(), holder) != holders.end();
 }
 
+// One that has answered nothing for long does not come back in a moment.
 bool is_within_grace(const Link& link, int64_t now, int64_t grace_ns) {
-  return link.path.is_lost() && link.has_remedy && now - link.lost_ns < grace_ns;
+  return link.path.is_lost() && link.has_remedy && !link.silence.is_suspect() &&
+         now - link.lost_ns < grace_ns;
 }
 
 }  // namespace
@@ -36,6 +39,14 @@ Link* pick_holder(std::span<const uint32_t> holders, Links links,
       best = link;
   }
   return best;
+}
+
+Link* find_on_trial(std::span<const uint32_t> holders, Links links) {
+  for (const uint32_t holder : holders) {
+    Link* link = links[holder].get();
+    if (link->is_on_trial() && link->admission == Admission::kOpen) return link;
+  }
+  return nullptr;
 }
 
 bool owes_late_answer(const Link& link, int64_t now) {

@@ -2,9 +2,9 @@
 // a choice; the engine acts on it.
 //
 // Remedies come in an order: a holder that is well, one that is late or suspected to hang, the last
-// resort (the host's own copy), one that drains. Among equals, the one whose backlog is predicted
-// to end first; among idle ones, the first in the list, so that without faults nothing changes
-// place.
+// resort (the host's own copy), one that drains, one that answers nothing. Among equals, the one
+// whose backlog is predicted to end first; among idle ones, the first in the list, so that without
+// faults nothing changes place.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,6 +19,10 @@ namespace dflash::client {
 // are left out.
 Link* pick_holder(std::span<const uint32_t> holders, Links links,
                   std::span<const uint32_t> refused_by = {}, const Link* except = nullptr);
+
+// Returns a holder that must answer something before it is trusted again and can be asked now, or
+// null. A call asks it first, and others soon if no answer comes (Engine::relieve).
+Link* find_on_trial(std::span<const uint32_t> holders, Links links);
 
 // What can be expected of the holders of a shard that have not refused, from the best to the worst.
 enum class Standing : uint8_t {
@@ -36,7 +40,7 @@ Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Li
 
 // Whether an unanswered attempt at `link` is late enough for a second holder.
 inline bool is_late(const Attempt& attempt, int64_t now) {
-  return attempt.patience_ns > 0 && now - attempt.published_ns >= attempt.patience_ns;
+  return attempt.patience_ns > 0 && now - attempt.asked_ns >= attempt.patience_ns;
 }
 // Whether a worker owes an answer that is late. One that another holder has given instead is late
 // until it has come.

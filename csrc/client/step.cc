@@ -126,7 +126,7 @@ bool OpenStep::has_stand_in(const Link& link, Links links,
                             const std::map<uint32_t, Layer>& layers) const {
   const auto can_stand_in = [&](uint32_t holder) {
     const Link& other = *links[holder];
-    return &other != &link && !other.path.is_lost() && !other.is_suspect;
+    return &other != &link && !other.path.is_lost() && !other.is_suspect();
   };
   for (const StepHolders& chosen : holders_) {
     const auto layer = layers.find(chosen.layer);

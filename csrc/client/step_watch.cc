@@ -9,13 +9,14 @@
 
 namespace dflash::client {
 
-StepWatch::StepWatch(std::shared_ptr<ExpertClient> client, const StepLease& lease,
-                     Deadline deadline, std::string late, std::function<void()> stop)
+StepWatch::StepWatch(std::shared_ptr<ExpertClient> client, const StepLease& lease, int64_t limit_ns,
+                     std::string late, std::function<void()> stop)
     : client_(std::move(client)),
-      deadline_(deadline),
       late_(std::move(late)),
       stop_(std::move(stop)),
       over_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  clock_.look(now_ns());
+  deadline_ns_ = clock_.at_last_look() + limit_ns;
   fds_.push_back({over_.get(), POLLIN, 0});
   for (const LeasedPath& path : lease.paths) fds_.push_back({path.hangup_fd, POLLRDHUP, 0});
   thread_ = std::thread([this] { watch(); });
@@ -35,7 +36,8 @@ std::optional<Error> StepWatch::reason() const {
 
 void StepWatch::watch() {
   while (!is_over_.load(std::memory_order_relaxed)) {
-    const int64_t left_ns = std::clamp(deadline_.left_ns(), int64_t{0}, kStepLookNs);
+    const int64_t left_ns =
+        std::clamp(deadline_ns_ - clock_.at_last_look(), int64_t{0}, kStepLookNs);
     const timespec look{0, static_cast<long>(left_ns)};
     if (::ppoll(fds_.data(), fds_.size(), &look, nullptr) > 0) {
       // What is behind a descriptor that was closed and opened again meanwhile is no end of a
@@ -50,7 +52,9 @@ void StepWatch::watch() {
 
 bool StepWatch::must_stop() {
   Status judged = client_->judge_step();
-  if (judged.ok() && deadline_.has_passed()) judged = Error{ErrorCode::kTimeout, late_};
+  clock_.look(now_ns());
+  if (judged.ok() && clock_.at_last_look() >= deadline_ns_)
+    judged = Error{ErrorCode::kTimeout, late_};
   if (judged.ok()) return false;
   const std::lock_guard lock(mutex_);
   reason_ = std::move(judged).error();

@@ -19,6 +19,7 @@
 #include "base/owned_fd.h"
 #include "base/result.h"
 #include "client/expert_client.h"
+#include "client/watch_clock.h"
 
 namespace dflash::client {
 
@@ -29,9 +30,10 @@ inline constexpr int64_t kStepLookNs = 5'000'000;
 class StepWatch {
  public:
   // From here on the step of `lease` is watched. As soon as one of its workers is lost or
-  // `deadline` has passed, `stop` is called once, by the thread, and must make the device give the
-  // step up. `late` is then the error's text where the deadline was it.
-  StepWatch(std::shared_ptr<ExpertClient> client, const StepLease& lease, Deadline deadline,
+  // `limit_ns` have passed, `stop` is called once, by the thread, and must make the device give the
+  // step up. `late` is then the error's text where the limit was it. Time in which the process was
+  // stopped does not count.
+  StepWatch(std::shared_ptr<ExpertClient> client, const StepLease& lease, int64_t limit_ns,
             std::string late, std::function<void()> stop);
   // Returns once `stop` does not run and will not any more.
   ~StepWatch();
@@ -46,11 +48,12 @@ class StepWatch {
   bool must_stop();
 
   const std::shared_ptr<ExpertClient> client_;
-  const Deadline deadline_;
   const std::string late_;
   const std::function<void()> stop_;
   const OwnedFd over_;       // an eventfd; where the system has none left, the end waits for a look
   std::vector<pollfd> fds_;  // over_, then the ends of the workers
+  WatchClock clock_;         // of the thread, once it runs
+  int64_t deadline_ns_ = 0;  // by that clock
   std::atomic<bool> is_over_ = false;
   mutable std::mutex mutex_;
   std::optional<Error> reason_;  // guarded by mutex_

@@ -26,8 +26,10 @@ struct ClientOptions {
       : call_timeout_ns(call_timeout), stall_timeout_ns(stall_timeout) {}
 
   int64_t spin_ns = 0;  // for which a wait for replies spins before it sleeps; 0 if cores are short
-  // The time of a call from submit(). A call for which the workers' models predict more gets more
-  // (engine.h).
+  // The time of a call from submit(), and the time in which a worker that owes answers must give
+  // one: without, it is suspected, and lost after twice that. Where the workers' models predict
+  // more, both get more (engine.h). Time in which nobody looks at what arrives does not count
+  // (watch_clock.h).
   int64_t call_timeout_ns;
   // A worker whose progress counter stands still for so long while it owes replies is lost.
   int64_t stall_timeout_ns;
@@ -137,7 +139,7 @@ struct WorkerReport {
   PathState path = PathState::kFresh;
   bool is_suspect = false;
   Admission admission = Admission::kOpen;
-  std::string reason;  // why the worker was lost, or why its path is worn
+  std::string reason;  // why the worker was lost or is suspected, or why its path is worn
   uint32_t quarantined_slots = 0;
   uint64_t stale_replies = 0;  // replies that arrived after their call had ended
   uint64_t generation = 0;
@@ -145,8 +147,8 @@ struct WorkerReport {
 
 // What a client tells whoever supervises its workers, in the order in which it happened.
 enum class EventKind : uint8_t {
-  kSuspect,  // the worker owes replies and shows no progress
-  kWell,     // a suspected one shows progress again
+  kSuspect,  // the worker owes replies, and shows no progress or answers nothing
+  kWell,     // a suspected one shows progress again, or has answered
   kLost,     // it was given up, until replace_worker()
   kIdle,     // it drains and owes nothing any more
 };

@@ -17,6 +17,8 @@ constexpr float kPoison = -7.25e18f;  // no sum of toy experts comes near
 // For how long the output of an ended call is watched: longer than any process stays frozen.
 constexpr int64_t kWatchNs = 12'000'000'000;
 
+constexpr uint32_t kNobody = ~uint32_t{0};
+
 std::string name_of(const char* what, uint64_t number) {
   return what + std::to_string(number) + ": ";
 }
@@ -64,11 +66,17 @@ void Caller::submit() {
     return bury(std::move(made));
   }
   made->call = std::move(call).value();
+  made->away_before_ns = world_.away_ns;
+  world_.longest_limit_ns =
+      std::max(world_.longest_limit_ns, made->call->deadline_ns - made->call->asked_ns);
   under_way_.push_back(std::move(made));
 }
 
 void Caller::wait(Deadline tick) {
-  if (!under_way_.empty()) client_.wait(under_way_.front()->call, tick);
+  if (!under_way_.empty()) {
+    client_.wait(under_way_.front()->call, tick);
+    world_.look();
+  }
   for (auto& made : under_way_) {
     if (!made->call->is_done.load(std::memory_order_acquire)) continue;
     end(*made);
@@ -80,11 +88,16 @@ void Caller::wait(Deadline tick) {
 void Caller::end(Made& made) {
   const client::Call& call = *made.call;
   made.ended_ns = call.ended_ns;
-  const int64_t late_ns = made.ended_ns - call.deadline_ns;
+  const int64_t late_ns = call.done_ns - call.deadline_ns;
   if (late_ns > client::kTickNs)
     world_.violate(name_of("call ", made.number) + "it ended " + std::to_string(late_ns / 1000) +
                    " us after its deadline");
-  if (call.deadline_ns - made.submitted_ns > client::kMaxPatience * world_.options.call_timeout_ns)
+  // What does not count is the time in which the host was away, but for a tick of each absence.
+  const int64_t missed_ns = made.ended_ns - made.submitted_ns - (call.done_ns - call.asked_ns);
+  if (missed_ns > world_.away_ns - made.away_before_ns)
+    world_.violate(name_of("call ", made.number) + std::to_string(missed_ns / 1000) +
+                   " us did not count, and the host was not away for so long");
+  if (call.deadline_ns - call.asked_ns > client::kMaxPatience * world_.options.call_timeout_ns)
     world_.violate(name_of("call ", made.number) + "its deadline is out of bounds");
   const Status outcome = client_.outcome(made.call);
   if (outcome.ok()) {
@@ -122,17 +135,23 @@ void Caller::judge_error(const Made& made, const Error& error) {
     case ErrorCode::kWorkerLost:
     case ErrorCode::kTimeout:
     case ErrorCode::kWorkerFailed:
-      if (needed_only_healthy(made))
+      if (needed_only_healthy(made,
+                              error.code == ErrorCode::kWorkerFailed ? missing_copy() : kNobody))
         world_.violate(call + " - but each of its shards had a healthy holder throughout");
       return;
     default: world_.violate(call + " - an error that nothing here explains");
   }
 }
 
-bool Caller::needed_only_healthy(const Made& made) const {
+// Nobody makes the host's own copy for a worker that merely refuses.
+uint32_t Caller::missing_copy() const {
+  return world_.options.joins_late ? world_.num_remote() : kNobody;
+}
+
+bool Caller::needed_only_healthy(const Made& made, uint32_t except) const {
   const Options& options = world_.options;
   const auto is_healthy = [&](uint32_t worker) {
-    return world_.members[worker].healthy_since_ns <= made.submitted_ns;
+    return worker != except && world_.members[worker].healthy_since_ns <= made.submitted_ns;
   };
   for (size_t shard = 0; shard < options.shards.size(); ++shard) {
     const auto& experts = options.shards[shard];

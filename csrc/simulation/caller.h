@@ -47,6 +47,7 @@ class Caller {
     Rows rows;
     std::vector<float> output;
     int64_t submitted_ns = 0, ended_ns = 0;
+    int64_t away_before_ns = 0;
   };
 
   Rows draw_rows();
@@ -54,7 +55,10 @@ class Caller {
   void end(Made& made);
   void judge_output(const Made& made);
   void judge_error(const Made& made, const Error& error);
-  bool needed_only_healthy(const Made& made) const;
+  // Whether each shard that the call needs had a holder that was healthy throughout, other than
+  // `except`.
+  bool needed_only_healthy(const Made& made, uint32_t except) const;
+  uint32_t missing_copy() const;
   void bury(std::unique_ptr<Made> made);
 
   World& world_;

@@ -14,6 +14,12 @@ constexpr int64_t kMs = 1'000'000, kS = 1'000'000'000;
 // For how long a message may be waited for that is to be damaged.
 constexpr int64_t kDamagePatienceNs = 2 * kS;
 
+// How often it is looked whether a fault is over that ends with something else.
+constexpr int64_t kLookNs = 50 * kMs;
+// A worker that stands still is lost after the stall timeout. What is asked of it anew may begin
+// that time once more.
+constexpr int64_t kMostStalls = 2;
+
 constexpr ErrorCode kRefusals[] = {ErrorCode::kInvalidArgument, ErrorCode::kProtocol,
                                    ErrorCode::kOutOfMemory, ErrorCode::kSystem};
 
@@ -40,7 +46,7 @@ void Injector::plan_next() {
 }
 
 bool Injector::is_quiet() const {
-  if (!is_over_ || num_removed_ > 0) return false;
+  if (!is_over_ || num_removed_ > 0 || is_stopped_ || busy_ns_ > 0) return false;
   for (const Member& member : world_.members) {
     if (member.num_faults > 0) return false;
   }
@@ -54,6 +60,12 @@ void Injector::inject(uint32_t worker, FaultKind kind) {
     ++num_abandons_;
     return;
   }
+  if (kind == FaultKind::kBusy) {
+    ++world_.num_faults[static_cast<size_t>(kind)];
+    busy_ns_ = random_.magnitude(10 * kMs, 10 * kS);
+    return;
+  }
+  if (kind == FaultKind::kStop) return stop_host();
   if (!process.is_alive()) return;
   switch (kind) {
     case FaultKind::kKill: return kill(worker, kind, world_.options.restart_ns);
@@ -67,6 +79,9 @@ void Injector::inject(uint32_t worker, FaultKind kind) {
     }
     case FaultKind::kRemove:      return remove(worker);
     case FaultKind::kFreeze:      return freeze(worker);
+    case FaultKind::kHang:        return hang(worker);
+    case FaultKind::kMute:        return mute(worker);
+    case FaultKind::kStuck:       return get_stuck(worker);
     case FaultKind::kRefuse:
     case FaultKind::kRefuseRange: return refuse(worker, kind);
     case FaultKind::kCutOff:
@@ -137,6 +152,114 @@ void Injector::freeze(uint32_t worker) {
   process.freeze();
   undo_after(worker, FaultKind::kFreeze, random_.magnitude(10 * kMs, 10 * kS),
              [](WorkerProcess& one) { one.thaw(); });
+}
+
+void Injector::end_once(uint32_t worker, FaultKind kind, std::function<bool()> is_over) {
+  if (is_over()) return world_.end_fault(worker, kind);
+  world_.scheduler.after(kLookNs, [this, worker, kind, is_over = std::move(is_over)] {
+    end_once(worker, kind, is_over);
+  });
+}
+
+void Injector::hang(uint32_t worker) {
+  WorkerProcess& process = world_.members[worker].process();
+  if (!world_.options.workers[worker].is_started_by_host) return freeze(worker);
+  if (process.is_frozen() || process.link() == nullptr) return;
+  process.freeze();
+  world_.begin_fault(worker, FaultKind::kHang, 0);
+  const std::shared_ptr<Link> link = process.shared_link();
+  const Options& options = world_.options;
+  // Where calls have less time, it is found out by its silence.
+  if (options.call_timeout_ns > kMostStalls * options.stall_timeout_ns) {
+    world_.expected_losses.add(
+        {"worker " + std::to_string(worker) + " stands still",
+         [&process, link] { return !process.is_frozen() || link->is_closed(Side::kHost); },
+         [link] { return link->owes(); },
+         [&options] { return kMostStalls * options.stall_timeout_ns + kS; }});
+  }
+  // One that nobody asks for anything is missed by nobody.
+  const int64_t until = world_.scheduler.now_ns() + random_.magnitude(kS, 10 * kS);
+  end_once(worker, FaultKind::kHang, [this, &process, until] {
+    const bool is_missed = process.link()->owes();
+    if (process.is_alive() && !is_missed && world_.scheduler.now_ns() >= until) process.thaw();
+    return !process.is_alive() || !process.is_frozen();
+  });
+}
+
+void Injector::mute(uint32_t worker) {
+  WorkerProcess& process = world_.members[worker].process();
+  Network& network = world_.members[worker].network;
+  if (network.is_mute || process.link() == nullptr) return;
+  network.is_mute = true;
+  const bool is_own = world_.options.workers[worker].is_started_by_host;
+  const int64_t until =
+      world_.scheduler.now_ns() + (is_own ? kDamagePatienceNs : random_.magnitude(kS, 10 * kS));
+  world_.begin_fault(worker, FaultKind::kMute, 0);
+  // Whether an answer was swallowed on the present path.
+  const auto is_struck = [this, worker] {
+    const Link* const link = world_.members[worker].process().link();
+    return link != nullptr && link->is_stuck(Side::kWorker) && !link->is_closed(Side::kHost);
+  };
+  world_.expect_loss_of_silent(
+      worker, "is mute", [&network, is_struck] { return !network.is_mute && !is_struck(); },
+      is_struck);
+  end_once(worker, FaultKind::kMute, [this, &network, is_struck, is_own, until] {
+    // The worker itself is mute for good once it has swallowed an answer.
+    if (world_.scheduler.now_ns() >= until && !(is_own && is_struck())) network.is_mute = false;
+    return !network.is_mute && !is_struck();
+  });
+}
+
+void Injector::get_stuck(uint32_t worker) {
+  WorkerProcess& process = world_.members[worker].process();
+  if (process.link() == nullptr || process.link()->is_closed(Side::kWorker)) return;
+  const std::shared_ptr<Link> link = process.shared_link();
+  const Side side = random_.chance(0.3) ? Side::kHost : Side::kWorker;
+  link->damage_next(side, FaultKind::kStuck);
+  const int64_t until = world_.scheduler.now_ns() + kDamagePatienceNs;
+  world_.begin_fault(worker, FaultKind::kStuck, 0);
+  world_.expect_loss_of_silent(
+      worker, "has a path that is stuck",
+      [this, link, side, until] {
+        return link->is_closed(Side::kHost) ||
+               (!link->is_stuck(side) && world_.scheduler.now_ns() > until);
+      },
+      [link, side] { return link->is_stuck(side) && link->owes(); });
+  end_once(worker, FaultKind::kStuck, [this, link, side, until] {
+    if (link->is_stuck(side)) return link->is_closed(Side::kHost);
+    if (world_.scheduler.now_ns() < until) return false;
+    link->spare_next(side);
+    return true;
+  });
+}
+
+// Nobody looks meanwhile, and workers that share its terminal do nothing either.
+void Injector::stop_host() {
+  if (is_stopped_) return;
+  is_stopped_ = true;
+  const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
+  ++world_.num_faults[static_cast<size_t>(FaultKind::kStop)];
+  world_.record(EventKind::kFault, 0, static_cast<uint64_t>(FaultKind::kStop),
+                static_cast<uint64_t>(duration / kMs));
+  std::vector<WorkerProcess*> stopped;
+  const bool stops_workers = random_.chance(0.5);
+  for (uint32_t worker = 0; stops_workers && worker < world_.num_remote(); ++worker) {
+    WorkerProcess& process = world_.members[worker].process();
+    const bool is_own = world_.options.workers[worker].is_started_by_host;
+    if (!is_own || !process.is_alive() || process.is_frozen()) continue;
+    process.freeze();
+    stopped.push_back(&process);
+  }
+  world_.host->freeze();
+  world_.scheduler.after(duration, [this, duration, stopped] {
+    for (WorkerProcess* process : stopped) {
+      if (process->is_alive()) process->thaw();
+    }
+    is_stopped_ = false;
+    world_.away_ns += duration;
+    on_continued(duration);
+    world_.host->thaw();
+  });
 }
 
 void Injector::refuse(uint32_t worker, FaultKind kind) {

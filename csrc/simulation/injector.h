@@ -27,6 +27,10 @@ class Injector {
     bool is_removal;
   };
   std::vector<Change> take_changes() { return std::exchange(changes_, {}); }
+  // For how long it computes something else.
+  int64_t take_busy_ns() { return std::exchange(busy_ns_, 0); }
+  // Called when the host's process goes on after it was stopped, with how long that was.
+  std::function<void(int64_t)> on_continued = [](int64_t) {};
 
  private:
   void plan_next();
@@ -34,9 +38,15 @@ class Injector {
   void kill(uint32_t worker, FaultKind kind, int64_t duration_ns);
   void remove(uint32_t worker);
   void freeze(uint32_t worker);
+  void hang(uint32_t worker);
+  void mute(uint32_t worker);
+  void get_stuck(uint32_t worker);
+  void stop_host();
   void refuse(uint32_t worker, FaultKind kind);
   void cut(uint32_t worker, FaultKind kind);
   void damage(uint32_t worker, FaultKind kind);
+  // Ends a fault once `is_over` says so, at which it is asked every 50 ms.
+  void end_once(uint32_t worker, FaultKind kind, std::function<bool()> is_over);
   // Undoes a fault after its time, if the same process is still alive.
   void undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
                   std::function<void(WorkerProcess&)> undo);
@@ -45,6 +55,8 @@ class Injector {
   Random random_;
   int64_t end_ns_ = 0;
   bool is_over_ = false;
+  bool is_stopped_ = false;  // the host's process
+  int64_t busy_ns_ = 0;
   uint32_t num_abandons_ = 0;
   uint32_t num_removed_ = 0;  // workers that will be added again
   std::vector<Change> changes_;

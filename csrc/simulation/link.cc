@@ -131,6 +131,8 @@ void Link::deliver(Side side, uint32_t slot, size_t bytes) {
     return;
   }
   if (sender.channel == nullptr || sender.loses_sent) return;
+  if (side == Side::kWorker && context_.network.is_mute) sender.is_stuck = true;
+  if (sender.is_stuck) return;
   context_.journal.record(now, EventKind::kDeliver, context_.worker, slot, bytes);
   if (sender.damage) {
     const FaultKind kind = *std::exchange(sender.damage, std::nullopt);
@@ -157,6 +159,10 @@ void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) 
     send(side, slot, bytes);
     return send(side, slot, bytes);
   }
+  if (kind == FaultKind::kStuck) {
+    at(side).is_stuck = true;
+    return at(side).socket.is_open() ? send_begun(side, slot, bytes) : void();
+  }
   if (kind == FaultKind::kHalf && at(side).socket.is_open()) return send_half(side, slot, bytes);
   if (kind == FaultKind::kTruncate || kind == FaultKind::kHalf)
     return send(side, slot, random.below(bytes), true);
@@ -172,15 +178,20 @@ void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) 
   send(side, slot, bytes, damage(channel.outgoing(slot).first(bytes), kind, random));
 }
 
-// The beginning of a message on the socket, and then its end: what a process leaves behind that
-// dies while it sends.
-void Link::send_half(Side side, uint32_t slot, size_t bytes) {
+// The beginning of a message on the socket.
+void Link::send_begun(Side side, uint32_t slot, size_t bytes) {
   End& sender = at(side);
   const std::vector<std::byte> begun = begun_stream_message(
       slot, sender.channel->outgoing(slot).first(bytes), context_.random.below(bytes));
   static_cast<void>(
       ::send(sender.socket.get(), begun.data(), begun.size(), MSG_DONTWAIT | MSG_NOSIGNAL));
-  ::shutdown(sender.socket.get(), SHUT_RDWR);
+  at(other(side)).may_have_come = true;
+}
+
+// And then its end: what a process leaves behind that dies while it sends.
+void Link::send_half(Side side, uint32_t slot, size_t bytes) {
+  send_begun(side, slot, bytes);
+  ::shutdown(at(side).socket.get(), SHUT_RDWR);
   at(side).may_have_come = at(other(side)).may_have_come = true;
 }
 

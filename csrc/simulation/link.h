@@ -32,6 +32,7 @@ struct Network {
   double ns_per_byte = 0;
   int64_t added_delay_ns = 0;
   std::array<int64_t, 2> cut_until_ns{};  // by the side that sends
+  bool is_mute = false;                   // answers do not come
 
   int64_t passes_at(transport::Side from, int64_t when_ns) const {
     return std::max(when_ns, cut_until_ns[static_cast<size_t>(from)]);
@@ -68,6 +69,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::unique_ptr<transport::Channel> end(transport::Side side);
   // The task to wake when a message comes to this side.
   void set_listener(transport::Side side, Task* task) { at(side).listener = task; }
+  bool has_listener(transport::Side side) { return at(side).listener != nullptr; }
   // The next message that this side sends meets this fault.
   void damage_next(transport::Side side, FaultKind kind) { at(side).damage = kind; }
   void spare_next(transport::Side side) { at(side).damage.reset(); }
@@ -76,6 +78,10 @@ class Link : public std::enable_shared_from_this<Link> {
   // buffers, or do not, as from a machine that lost its power.
   void kill_worker(bool keeps_sent);
   bool is_closed(transport::Side side) const { return ends_[static_cast<size_t>(side)].is_closed; }
+  // Whether a request was published and not answered yet.
+  bool owes() const { return std::ranges::count(is_asked_, true) > 0; }
+  // Whether messages of a side do not come any more, as once one was swallowed.
+  bool is_stuck(transport::Side side) const { return ends_[static_cast<size_t>(side)].is_stuck; }
   uint64_t generation() const { return generation_; }
 
  private:
@@ -87,6 +93,7 @@ class Link : public std::enable_shared_from_this<Link> {
     int64_t last_due_ns = 0;  // when its newest message will be at the other end
     bool is_killed = false, is_closed = false;
     bool loses_sent = false;    // messages on their way do not come
+    bool is_stuck = false;      // none that it sends comes any more
     bool may_have_come = true;  // whether polling can find anything; else the kernel is not asked
     OwnedFd socket;             // of a stream: its own, to break it off in the middle of a message
   };
@@ -105,6 +112,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void deliver(transport::Side side, uint32_t slot, size_t bytes);
   void send(transport::Side side, uint32_t slot, size_t bytes, bool must_be_refused = false);
   void send_damaged(transport::Side side, uint32_t slot, size_t bytes, FaultKind kind);
+  void send_begun(transport::Side side, uint32_t slot, size_t bytes);
   void send_half(transport::Side side, uint32_t slot, size_t bytes);
 
   LinkContext context_;

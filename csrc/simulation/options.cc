@@ -46,6 +46,7 @@ void add_last_resort(Random& random, Options& options) {
   host.is_last_resort = true;
   host.ns_per_pair = random.magnitude(100 * kUs, 500 * kUs);
   for (auto& holders : options.holders) holders.push_back(index);
+  options.joins_late = random.chance(0.5);
 }
 
 void draw_faults(Random& random, Options& options) {
@@ -98,7 +99,9 @@ Options Options::of(uint64_t seed, int64_t duration_ns) {
 std::vector<std::string> Options::lines() const {
   std::vector<std::string> lines{seconds("time in which things break", duration_ns)};
   for (size_t i = 0; i < workers.size(); ++i) {
-    const char* kind = workers[i].is_last_resort       ? " (the host's own copy), "
+    const char* kind = workers[i].is_last_resort && joins_late
+                           ? " (the host's own copy, made when it is needed), "
+                       : workers[i].is_last_resort     ? " (the host's own copy), "
                        : workers[i].is_started_by_host ? ", started by the host, "
                                                        : ", dialled, ";
     lines.push_back(count("worker", i) + kind + (workers[i].is_stream ? "a socket, " : "a ring, ") +

@@ -29,6 +29,8 @@ struct Options {
   std::vector<WorkerOptions> workers;
   std::vector<std::vector<uint32_t>> shards;   // the experts of each, ascending
   std::vector<std::vector<uint32_t>> holders;  // the workers of each shard, the preferred one first
+  // The host's own copy is made when a worker is suspected or lost, and holds nothing before.
+  bool joins_late = false;
   uint32_t num_experts = 0;
   uint32_t num_slots = 0;
   uint64_t slot_bytes = 0;

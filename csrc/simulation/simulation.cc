@@ -14,6 +14,7 @@ namespace {
 
 // The longest time between two looks at what happened beside the calls.
 constexpr int64_t kLookNs = 10'000'000;
+constexpr int64_t kLongestFaultNs = 3'600'000'000'000;
 // Once nothing is broken, everything must be whole again within this time ...
 constexpr int64_t kHealNs = 10'000'000'000;
 // ... and so many calls must succeed, one after another.
@@ -51,14 +52,18 @@ class Host {
       supervisor_.add_worker(worker);
     }
     check(client_.define_layer(layer_of(world_.options)).ok(), "the client takes a plan");
-    for (uint32_t shard = 0; shard < world_.options.holders.size(); ++shard) {
-      check(client_.set_holders(0, shard, world_.options.holders[shard]).ok(),
-            "the client takes holders");
-    }
+    supervisor_.name_holders(!world_.options.joins_late);
+    injector_.on_continued = [this](int64_t ns) { supervisor_.excuse(ns); };
     injector_.start();
+    const Deadline quiet_by = Deadline::after_ns(world_.options.duration_ns + kLongestFaultNs);
     while (!injector_.is_quiet()) {
+      if (quiet_by.has_passed()) {
+        world_.violate("a fault that ends with the loss of its worker has not ended for an hour");
+        break;
+      }
       turn();
       change_workers();
+      if (const int64_t busy_ns = injector_.take_busy_ns(); busy_ns > 0) compute(busy_ns);
       for (uint32_t count = injector_.take_abandons(); count > 0; --count) caller_.abandon_one();
     }
     change_workers();
@@ -75,6 +80,15 @@ class Host {
 
  private:
   Deadline tick() const { return Deadline::after_ns(kLookNs); }
+
+  // Something else, in which nobody looks at what arrives.
+  void compute(int64_t ns) {
+    const int64_t began = world_.scheduler.now_ns(), away_ns = world_.away_ns;
+    const int64_t until = began + ns;
+    while (world_.scheduler.now_ns() < until) world_.scheduler.running()->sleep_until(until);
+    supervisor_.excuse(world_.scheduler.now_ns() - began - (world_.away_ns - away_ns));
+    world_.away_ns = away_ns + world_.scheduler.now_ns() - began;
+  }
 
   // A look at everything: it submits what is due, and waits.
   void turn() {

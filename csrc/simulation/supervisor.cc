@@ -15,8 +15,9 @@ using transport::Side;
 
 namespace {
 
-constexpr int64_t kPatienceNs = 2'000'000'000;  // for a worker's answer
-constexpr int64_t kEndNs = 5'000'000;           // what ending and reaping a process takes
+constexpr int64_t kPatienceNs = 2'000'000'000;      // for a worker's answer
+constexpr int64_t kEndNs = 5'000'000;               // what ending and reaping a process takes
+constexpr int64_t kLongestMappingNs = 500'000'000;  // of the host's own copy
 constexpr int64_t kLongestReleaseNs =
     2'000'000'000;  // until somebody releases a quarantined worker
 
@@ -33,7 +34,11 @@ OwnedFd add_pulse(PathOrder& order, Scheduler& scheduler) {
 }  // namespace
 
 Supervisor::Supervisor(World& world, client::ExpertClient& client, Membership& membership)
-    : world_(world), client_(client), membership_(membership), random_(world.random.split()) {
+    : world_(world),
+      client_(client),
+      membership_(membership),
+      random_(world.random.split()),
+      is_last_resort_missing_(world.options.joins_late) {
   members_.resize(world.num_remote());
   for (uint32_t worker = 0; worker < members_.size(); ++worker) {
     for (const Happening what : {Happening::kAdded, Happening::kStarted, Happening::kJoined}) {
@@ -70,9 +75,21 @@ void Supervisor::add_worker(uint32_t worker) {
   }
   const bool is_remote = !added.is_last_resort;
   check(client_.add_worker(std::move(added)).ok(), "the client takes a simulated worker");
-  if (is_remote) check(client_.set_remedy(worker, true).ok(), "the client knows the worker");
+  if (is_remote) {
+    check(client_.set_remedy(worker, true).ok(), "the client knows the worker");
+    check(client_.set_stand_in(worker, world_.options.joins_late).ok(),
+          "the client knows the worker");
+  }
   world_.members[worker].process().accept(std::move(order));
   world_.set_attached(worker, true);
+}
+
+void Supervisor::name_holders(bool with_last_resort) {
+  for (uint32_t shard = 0; shard < world_.options.holders.size(); ++shard) {
+    std::vector<uint32_t> holders = world_.options.holders[shard];
+    if (!with_last_resort) holders.pop_back();
+    check(client_.set_holders(0, shard, holders).ok(), "the client takes holders");
+  }
 }
 
 // -- events
@@ -107,6 +124,13 @@ void Supervisor::handle(const MemberEvent& event) {
   world_.host->wake();
 }
 
+// The first time that somebody is missed. It takes as long as mapping files does.
+void Supervisor::make_last_resort() {
+  if (!world_.options.joins_late || last_resort_joins_ns_ > 0) return;
+  last_resort_joins_ns_ =
+      world_.scheduler.now_ns() + random_.magnitude(kLongestMappingNs / 100, kLongestMappingNs);
+}
+
 void Supervisor::remove(uint32_t worker) {
   members_[worker].is_wanted = false;
   post(worker, Happening::kRemoved, 0);
@@ -122,6 +146,8 @@ void Supervisor::take_events() {
     if (event.worker >= members_.size()) continue;
     Tracked& tracked = members_[event.worker];
     if (event.kind == client::EventKind::kSuspect) has_suspected_ = true;
+    if (event.kind == client::EventKind::kSuspect || event.kind == client::EventKind::kLost)
+      make_last_resort();
     if (event.kind == client::EventKind::kIdle && tracked.decided.state == "draining")
       post(event.worker, Happening::kDrained, tracked.decided.attempt);
     if (event.kind == client::EventKind::kLost && tracked.is_attached)
@@ -134,7 +160,9 @@ void Supervisor::note_ends() {
   const int64_t now = world_.scheduler.now_ns();
   for (uint32_t worker = 0; worker < members_.size(); ++worker) {
     Tracked& tracked = members_[worker];
-    const bool is_alive = world_.members[worker].process().is_alive();
+    // That of a process which somebody else has started tells by its pulse alone.
+    const bool is_alive = world_.members[worker].process().is_alive() ||
+                          !world_.options.workers[worker].is_started_by_host;
     if (tracked.is_attached && !is_alive) {
       static_cast<void>(client_.mark_lost(worker, "its process has ended"));
       detach(worker, "its process has ended");
@@ -147,6 +175,10 @@ void Supervisor::note_ends() {
       fail(worker, Happening::kFailed, "it does not answer", true);
     }
   }
+}
+
+void Supervisor::excuse(int64_t ns) {
+  for (Tracked& tracked : members_) tracked.give_up_ns += ns;
 }
 
 void Supervisor::detach(uint32_t worker, const char* reason) {
@@ -171,10 +203,14 @@ void Supervisor::look() {
   }
   take_events();
   note_ends();
+  if (last_resort_joins_ns_ > 0 && world_.scheduler.now_ns() >= last_resort_joins_ns_ &&
+      std::exchange(is_last_resort_missing_, false))
+    name_holders(true);
+  const bool is_making = last_resort_joins_ns_ > 0 && is_last_resort_missing_;
   for (uint32_t worker = 0; worker < members_.size(); ++worker) {
     Tracked& tracked = members_[worker];
     if (tracked.accepted != nullptr) take_accepted(worker);
-    static_cast<void>(client_.set_remedy(worker, tracked.decided.is_coming));
+    static_cast<void>(client_.set_remedy(worker, tracked.decided.is_coming || is_making));
     for (const MemberOrder& order : std::exchange(tracked.orders, {})) carry_out(worker, order);
   }
 }

@@ -28,11 +28,15 @@ class Supervisor {
   // -- on the host's task --
   // Makes the first path of a worker, which is served at once, and adds it to the client.
   void add_worker(uint32_t worker);
+  // Tells the client who holds the shards, with the host's own copy or without.
+  void name_holders(bool with_last_resort);
   // To be called every few milliseconds.
   void look();
   // Removes a worker; it is added again once it is gone and somebody wants it back.
   void remove(uint32_t worker);
   void want_back(uint32_t worker);
+  // The host was away for so long, in which no worker could answer it.
+  void excuse(int64_t ns);
   // Whether every worker is attached and has all its slots.
   bool is_whole() const;
   // Whether any worker was ever suspected to hang, which costs second requests without a budget.
@@ -59,6 +63,7 @@ class Supervisor {
             bool is_death = true);
   void handle(const MemberEvent& event);
   void take_events();
+  void make_last_resort();
   void note_ends();
   void carry_out(uint32_t worker, const MemberOrder& order);
   void start(uint32_t worker, uint64_t attempt);
@@ -84,6 +89,8 @@ class Supervisor {
   Random random_;
   std::vector<Tracked> members_;  // the host's own copy, which comes last, is none of them
   bool has_suspected_ = false;
+  bool is_last_resort_missing_;
+  int64_t last_resort_joins_ns_ = 0;  // when it has been made; 0 where it is not being made
 };
 
 }  // namespace dflash::simulation

@@ -13,6 +13,7 @@ using transport::Side;
 namespace {
 
 constexpr int64_t kPulsePeriodNs = wire::kPulsePeriodMs * 1'000'000;
+constexpr int64_t kHangUpNs = 100'000'000;      // in which the host acts on a hang-up
 constexpr int64_t kIdleNs = 3'600'000'000'000;  // an order wakes it before
 
 }  // namespace
@@ -93,11 +94,16 @@ void WorkerProcess::close_pulse() {
   const Network& network = world_.members[worker_].network;
   const int64_t heard_at = network.passes_at(
       Side::kWorker, world_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns);
-  world_.scheduler.at(heard_at, [this, pulse = std::exchange(pulse_, nullptr),
+  world_.scheduler.at(heard_at, [this, link = link_, pulse = std::exchange(pulse_, nullptr),
                                  is_closed = std::exchange(is_pulse_closed_, nullptr)] {
     pulse->close();
     *is_closed = true;
     world_.host->wake();
+    if (link == nullptr) return;
+    world_.expected_losses.add({"worker " + std::to_string(worker_) + " has hung up",
+                                [link] { return link->is_closed(Side::kHost); },
+                                [link] { return link->has_listener(Side::kHost); },
+                                [] { return kHangUpNs; }});
   });
 }
 

@@ -44,6 +44,7 @@ class WorkerProcess {
   bool is_frozen() const { return task_->is_frozen(); }
   bool is_over() const { return task_->is_over(); }
   Link* link() const { return link_.get(); }
+  std::shared_ptr<Link> shared_link() const { return link_; }
   ExpertsState& experts() { return experts_; }
 
  private:

@@ -4,12 +4,15 @@
 
 #include <utility>
 
+#include "client/watch_clock.h"
 #include "wire/frame.h"
 
 namespace dflash::simulation {
 
 constexpr size_t kMaxCallsWatched = 1024;  // far more than are under way at a time
-constexpr size_t kMaxViolations = 20;      // the first one matters; the others show its kind
+// Beyond the time in which something must be found out.
+constexpr int64_t kAllowanceNs = 1'000'000'000;
+constexpr size_t kMaxViolations = 20;  // the first one matters; the others show its kind
 
 World::World(uint64_t seed, const Options& drawn)
     : random(seed ^ 0x5eed5eed5eed5eed), options(drawn), members(drawn.workers.size()) {
@@ -55,8 +58,30 @@ void World::check_attempt(std::span<const std::byte> request) {
   if (closed_before_.size() > kMaxCallsWatched) closed_before_.erase(closed_before_.begin());
 }
 
+// Of the time since the look before, a host that waits for replies sees a tick at least.
+void World::look() {
+  const int64_t since_ns = scheduler.now_ns() - std::exchange(last_look_ns_, scheduler.now_ns());
+  for (std::string& late : expected_losses.check(std::min(since_ns, client::kTickNs)))
+    violate(std::move(late));
+}
+
+// Predictions give a worker as much more time as its calls have, of which the longest counts here,
+// twice: the client's own sum may have more in it.
+void World::expect_loss_of_silent(uint32_t worker, std::string why, std::function<bool()> is_over,
+                                  std::function<bool()> counts) {
+  const uint64_t num_losses = members[worker].num_losses;
+  expected_losses.add({"worker " + std::to_string(worker) + " " + std::move(why),
+                       [this, worker, num_losses, is_over = std::move(is_over)] {
+                         return members[worker].num_losses != num_losses || is_over();
+                       },
+                       std::move(counts),
+                       [this] { return 2 * 2 * longest_limit_ns + kAllowanceNs; }});
+}
+
 void World::start_process(uint32_t worker) {
-  members[worker].processes.push_back(std::make_unique<WorkerProcess>(*this, worker));
+  Member& member = members[worker];
+  if (options.workers[worker].is_started_by_host) member.network.is_mute = false;
+  member.processes.push_back(std::make_unique<WorkerProcess>(*this, worker));
 }
 
 void World::begin_fault(uint32_t worker, FaultKind kind, int64_t duration_ns) {
@@ -76,6 +101,7 @@ void World::end_fault(uint32_t worker, FaultKind kind) {
 
 void World::set_attached(uint32_t worker, bool is_attached) {
   Member& member = members[worker];
+  if (member.is_attached && !is_attached) ++member.num_losses;
   member.is_attached = is_attached;
   member.healthy_since_ns = is_attached && member.num_faults == 0
                                 ? scheduler.now_ns()

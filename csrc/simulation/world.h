@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "simulation/expected_losses.h"
 #include "simulation/journal.h"
 #include "simulation/options.h"
 #include "simulation/random.h"
@@ -28,6 +29,7 @@ struct Member {
   int64_t crashes_until_ns = 0;  // until then its process dies whenever it is started
   bool is_unfit = false;         // what it loads next is not what it held before
   bool is_attached = false;
+  uint64_t num_losses = 0;  // how often the host has given it up
   // Since when nothing has been wrong with it that may fail a call; max() while something is.
   int64_t healthy_since_ns = std::numeric_limits<int64_t>::max();
 
@@ -47,8 +49,11 @@ class World {
   Task* host = nullptr;
   std::array<uint64_t, kNumFaultKinds> num_faults{};  // that were injected, by kind
   LinkCounts sent;                                    // by the host, on all paths
-  std::vector<std::string> events_before_violation;   // the last ones before the first of them
-  std::vector<std::string> violations;                // of rules, each with its time
+  ExpectedLosses expected_losses;
+  int64_t away_ns = 0;           // for how long nobody of the host could look
+  int64_t longest_limit_ns = 0;  // of a call, from its beginning to its deadline
+  std::vector<std::string> events_before_violation;  // the last ones before the first of them
+  std::vector<std::string> violations;               // of rules, each with its time
 
   void record(EventKind kind, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0) {
     journal.record(scheduler.now_ns(), kind, a, b, c);
@@ -59,6 +64,11 @@ class World {
   uint32_t num_remote() const {
     return static_cast<uint32_t>(members.size()) - (options.workers.back().is_last_resort ? 1 : 0);
   }
+  // The host has just looked at what had arrived.
+  void look();
+  // A worker whose answers do not come on a path must be given up in twice the time of a call.
+  void expect_loss_of_silent(uint32_t worker, std::string why, std::function<bool()> is_over,
+                             std::function<bool()> counts);
   // Looks at the number of a request's attempt: every holder is asked once, and once more for every
   // path that was lost meanwhile.
   void check_attempt(std::span<const std::byte> request);
@@ -74,6 +84,7 @@ class World {
   // After a fault, requests that piled up meanwhile are still served.
   static constexpr int64_t kSettleNs = 2'000'000'000;
   uint64_t last_generation_ = 1;
+  int64_t last_look_ns_ = 0;
   std::map<uint64_t, uint64_t>
       closed_before_;  // by call: the paths closed before its first request
 };

@@ -167,7 +167,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "call_timeout_s", None, None, "ipc.call_timeout_s", seconds, _SECONDS, 30.0, "30 s",
-        "Least deadline of one call", "SECONDS",
+        "Least deadline of one call; a worker that owes answers and gives none for twice as long is lost", "SECONDS",
     ),
     Setting(
         "start_timeout_s", None, None, "ipc.start_timeout_s", seconds, _SECONDS, 60.0, "60 s",

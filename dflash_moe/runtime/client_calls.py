@@ -89,6 +89,7 @@ class ClientCalls:
     def _tell(self, member: Member, is_coming: bool, is_draining: bool) -> None:
         with suppress(DflashError):  # the runtime was closed meanwhile
             self._client.set_remedy(member.client_index, is_coming or self._fallback.is_coming(member.name))
+            self._client.set_stand_in(member.client_index, self._fallback.may_stand_in(member.name))
             self._client.set_draining(member.client_index, is_draining)
 
     def descriptor(self) -> int:

@@ -121,8 +121,8 @@ class HostFallback:
                 self._stand_ins[name] = _StandIn(name, own)
 
     def miss(self, worker: str) -> None:
-        """Says that a worker is lost, or shows no progress. The stand-ins for shards that nobody
-        else holds now are made in threads of their own.
+        """Says that a worker is lost, shows no progress or answers nothing. The stand-ins for
+        shards that nobody else holds now are made in threads of their own.
         """
         if self.reason or self._is_over.is_set():
             return
@@ -178,6 +178,15 @@ class HostFallback:
             making = [one for one in self._stand_ins.values() if one.is_being_made]
         holders_of = self._holders_of() if making else {}
         return any(worker in holders_of[_where(held)] for one in making for held in one.shards)
+
+    def may_stand_in(self, worker: str) -> bool:
+        """Whether shards that a worker holds have a stand-in, or would get one if it was missed."""
+        if self.reason:
+            return False
+        with self._lock:
+            able = [held for one in self._stand_ins.values() if not one.failure for held in one.shards]
+        holders_of = self._holders_of() if able else {}
+        return any(worker in holders_of[_where(held)] for held in able)
 
     def _holders_of(self) -> Mapping[Where, tuple[str, ...]]:
         """Returns the workers that hold each shard now; some may have been added or removed."""

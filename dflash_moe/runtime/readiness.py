@@ -40,5 +40,5 @@ def unready_reason(
 def _told(report: Mapping[str, Any], remedy_of: Callable[[str], str]) -> str:
     name = report["name"]
     if report["state"] == "suspect":
-        return f"worker {name} shows no progress"
+        return f"worker {name} {report['reason']}"
     return f"worker {name} is lost ({report['reason']}), and {remedy_of(name)}"

@@ -17,6 +17,7 @@ namespace dflash::client {
 namespace {
 
 constexpr uint32_t kLayer = 3;
+constexpr int64_t kForever = 600'000'000'000;  // ns
 
 SceneOptions three_workers() {
   SceneOptions options;
@@ -216,8 +217,8 @@ TEST_CASE("a worker that shows no progress ends a step early where others hold i
 
 // Watches a step of the scene until it is stopped.
 struct Watched {
-  Watched(StepScene& scene, const StepLease& lease, Deadline deadline)
-      : watch(std::shared_ptr<ExpertClient>(&scene.client, [](ExpertClient*) {}), lease, deadline,
+  Watched(StepScene& scene, const StepLease& lease, int64_t limit_ns)
+      : watch(std::shared_ptr<ExpertClient>(&scene.client, [](ExpertClient*) {}), lease, limit_ns,
               "too late", [this] { ++num_stops; }) {}
   Error reason() {
     const Deadline deadline = Deadline::after_ms(kPatienceMs);
@@ -233,7 +234,7 @@ struct Watched {
 TEST_CASE("the watch stops a step whose worker's process ends, without anybody who waits") {
   StepScene scene;
   const StepLease lease = scene.lease();
-  Watched step(scene, lease, Deadline::after_ms(600'000));
+  Watched step(scene, lease, kForever);
   CHECK_FALSE(step.watch.reason().has_value());
   scene.puppets[2].pulse.close();
   CHECK(step.reason().message == "worker w2 was lost: hung up");
@@ -243,7 +244,7 @@ TEST_CASE("the watch stops a step whose worker's process ends, without anybody w
 TEST_CASE("the watch stops a step whose worker is given up by somebody else") {
   StepScene scene;
   const StepLease lease = scene.lease();
-  Watched step(scene, lease, Deadline::after_ms(600'000));
+  Watched step(scene, lease, kForever);
   scene.client.mark_lost(0, "said the supervisor");
   CHECK(step.reason().message == "worker w0 was lost: said the supervisor");
   scene.end(lease, true);
@@ -252,7 +253,7 @@ TEST_CASE("the watch stops a step whose worker is given up by somebody else") {
 TEST_CASE("the watch stops a step at its deadline") {
   StepScene scene;
   const StepLease lease = scene.lease();
-  Watched step(scene, lease, Deadline::after_ms(20));
+  Watched step(scene, lease, 20'000'000);
   const Error error = step.reason();
   CHECK(error.code == ErrorCode::kTimeout);
   CHECK(error.message == "too late");
@@ -266,7 +267,7 @@ TEST_CASE("a watch that ends stops nothing any more") {
     const StepLease lease = scene.lease();
     {
       const std::shared_ptr<ExpertClient> client(&scene.client, [](ExpertClient*) {});
-      const StepWatch watch(client, lease, Deadline::after_ms(600'000), "", [&] { ++num_stops; });
+      const StepWatch watch(client, lease, kForever, "", [&] { ++num_stops; });
     }
     scene.end(lease);
   }

@@ -17,7 +17,7 @@ HOLDERS = {(0, 0): (0, 1), (0, 1): (1,), (1, 0): (0,)}
 
 def told(*states: str) -> str:
     reports: list[dict[str, Any]] = [
-        {"name": f"w{place}", "state": state, "reason": "hung up" if state == "lost" else ""}
+        {"name": f"w{place}", "state": state, "reason": {"lost": "hung up", "suspect": "answers nothing"}.get(state, "")}
         for place, state in enumerate(states)
     ]
     return unready_reason(HOLDERS, reports, layer_names=NAMES, remedy_of=lambda name: f"{name} is started again")
@@ -38,7 +38,7 @@ def test_shards_whose_only_holder_is_lost_are_counted_and_the_loss_is_told() -> 
 def test_everybody_who_is_missed_is_named_once() -> None:
     text = told("suspect", "lost")
     assert text.startswith("3 of 3 shards cannot be computed now, shard 0 of layers.0.experts for one: ")
-    assert text.count("worker w0 shows no progress") == text.count("worker w1 is lost") == 1
+    assert text.count("worker w0 answers nothing") == text.count("worker w1 is lost") == 1
 
 
 def test_a_shard_without_any_holder_is_told_too() -> None:

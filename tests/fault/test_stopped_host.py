@@ -1,0 +1,64 @@
+"""A host that is stopped in a call, as by Ctrl-Z, alone or with its workers, goes on with it as if
+nothing had been: no time of the stop counts against anybody.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Emulate, Topology
+from tests.expert_cases import Expected, make_batch, tiny_spec
+from tests.fault.conftest import freeze
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL_TIMEOUT_S = 1.0
+# All that is judged would have been over by then.
+STOP_S = 3.0
+# The workers go on so much later than their host, which finds its call unanswered.
+LATER_S = 0.2
+
+
+def main(directory: str) -> None:
+    """The host: makes one call, which takes half of its time, and says how it ended."""
+    spec, topology = tiny_spec(Path(directory)), Topology.local(num_workers=2)
+    slow = tuple(dataclasses.replace(worker, emulate=Emulate(delay_ms=250.0)) for worker in topology.workers)
+    topology = dataclasses.replace(topology, workers=slow)
+    with ExpertRuntime.start(topology, model=spec, call_timeout_s=CALL_TIMEOUT_S, stall_timeout_s=1.0) as runtime:
+        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(8))
+        call = runtime.submit(0, *dataclasses.astuple(make_batch(8)))
+        print("ready", *(process.pid for process in runtime.worker_processes()), flush=True)
+        is_right = np.array_equal(call.result(), expected)
+        print("right" if is_right else "wrong", *(worker.state for worker in runtime.workers()), flush=True)
+
+
+@pytest.mark.parametrize("stops_workers", [False, True])
+def test_a_host_that_was_stopped_in_a_call_blames_nobody(spec: ModelSpec, stops_workers: bool) -> None:
+    command = [sys.executable, "-c", f"from tests.fault.test_stopped_host import main; main({spec.path!r})"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as host:
+        assert host.stdout is not None
+        readable, _, _ = select.select([host.stdout], [], [], 60)
+        word, *pids = host.stdout.readline().split() if readable else ["timed out"]
+        assert word == "ready"
+        workers = [int(pid) for pid in pids] if stops_workers else []
+        for pid in (host.pid, *workers):
+            freeze(pid)
+        time.sleep(STOP_S)  # what is tested takes this long
+        os.kill(host.pid, signal.SIGCONT)
+        time.sleep(LATER_S if stops_workers else 0)
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+        assert host.communicate(timeout=60)[0].split() == ["right", "ready", "ready"]
