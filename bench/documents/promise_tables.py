@@ -30,8 +30,8 @@ PROMISES = (
     _Promise(
         "no wrong number, whatever breaks", "simulator; every campaign compares each result bit for bit",
         (("worker_kills", ""), *((f"fault_{name}", "") for name in (
-            "kills", "stops", "all-dead", "crash-loop", "partitions", "lossy-link", "control-groups", "scribblers",
-            "strangers", "soak",
+            "kills", "stops", "all-dead", "crash-loop", "partitions", "lossy-link", "proxies", "control-groups",
+            "scribblers", "strangers", "soak",
         ))),
     ),
     _Promise("a failure that was simulated can be replayed", "`tests/unit/cli/test_simulate.py`"),
@@ -47,6 +47,15 @@ PROMISES = (
     _Promise(
         "a worker that stands still is answered for, given up, and back once it goes on", "campaigns `stops`, `control-groups`",
         (("fault_stops", ""), ("fault_control-groups", "freezer")),
+    ),
+    _Promise(
+        "a worker that answers nothing, however well its pulse goes, is answered for, given up, and back once it answers",
+        "`tests/fault/test_silent_workers.py`, `tests/csrc/simulation/judging_test.cc`, campaign `proxies`",
+        (("fault_proxies", ""),),
+    ),
+    _Promise(
+        "time in which the host computed or was stopped counts against nobody",
+        "`tests/csrc/simulation/judging_test.cc`, `tests/fault/test_stopped_host.py`",
     ),
     _Promise("a late writer harms nothing", "`tests/fault/test_late_writer.py`, `tests/csrc/client/liveness_test.cc`"),
     _Promise("the death of a host leaves nothing", "`tests/fault/test_dead_hosts.py`"),

@@ -19,7 +19,10 @@ from bench.record.steps import STEPS
 # These take more than 20 s. RECORDED run within the step `faults` of tests/e2e/test_record_runs.py.
 # Where this machine lacks what one of them needs, that whole step is left out, and the others run
 # here. The step breaks nothing in `failing-calls` when it is quick.
-LONG = {"kills", "stops", "partitions", "lossy-link", "strangers", "control-groups", "damaged-files", "failing-calls", "soak"}
+LONG = {
+    "kills", "stops", "partitions", "lossy-link", "proxies", "strangers", "control-groups", "damaged-files", "failing-calls",
+    "soak",
+}  # fmt: skip
 RECORDED = LONG - {"failing-calls"}
 
 

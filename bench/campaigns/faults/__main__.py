@@ -28,6 +28,7 @@ from bench.campaigns.faults import (
     kills,
     lossy_link,
     partitions,
+    proxies,
     scribblers,
     soak,
     stops,
@@ -38,7 +39,7 @@ from dflash_moe.cli import options
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    kills, stops, all_dead, crash_loop, partitions, lossy_link, strangers, control_groups, damaged_files, scribblers,
+    kills, stops, all_dead, crash_loop, partitions, lossy_link, proxies, strangers, control_groups, damaged_files, scribblers,
     failing_calls, soak,
 )  # fmt: skip
 CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in MODULES}

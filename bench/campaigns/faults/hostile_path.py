@@ -96,7 +96,7 @@ class HostilePath:
     def _pass(self, number: int, source: socket.socket, to: socket.socket, is_dialled: bool) -> None:
         with contextlib.suppress(OSError):
             while received := source.recv(65536):
-                to.sendall(self._changed(number, bytearray(received), is_dialled))
+                self._forward(number, bytearray(received), to, is_dialled)
         for end in (source, to):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -109,6 +109,10 @@ class HostilePath:
         if is_last:
             source.close()
             to.close()
+
+    def _forward(self, number: int, received: bytearray, to: socket.socket, is_dialled: bool) -> None:
+        """Passes on what one end of a connection has sent; `is_dialled` says whether it dialled."""
+        to.sendall(self._changed(number, received, is_dialled))
 
     def _changed(self, number: int, received: bytearray, is_dialled: bool) -> bytearray:
         with self._lock:
