@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -23,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.record.steps import ROOT, STEPS, Place, Step
+from bench.record.trees import RESULTS, with_trees, write
 from dflash_moe.bench.results import source_commit
 
-RESULTS = ROOT / "bench" / "results"
 # A step that takes this many times its estimate, and this long at least, is stuck.
 PATIENCE, LEAST_S = 6, 900
 CARDS = "cards: none of these is measured on one; `make gpu-check` measures on the card at hand, into a folder of its own"
@@ -125,7 +124,8 @@ def publish(steps: Sequence[Step], place: Place) -> None:
     """Copies results to bench/results, draws their plots and writes the documents."""
     for step in steps:
         for name in step.results:
-            shutil.copyfile(place.json(name), RESULTS / f"{name}.json")
+            result = json.loads(place.json(name).read_text(encoding="utf-8"))
+            write(RESULTS / f"{name}.json", with_trees(result, step))
         for name, picture, is_timeline in step.plots:
             options = ["--timeline"] if is_timeline else []
             plot = [

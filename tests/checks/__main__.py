@@ -22,6 +22,7 @@ from tests.checks import (
     message_tables,
     numerics_names,
     protocol_tables,
+    result_trees,
     sizes,
     stub_parity,
     waits,
@@ -58,6 +59,7 @@ def main() -> int:
         print(f"{name}: {'ok' if not findings else f'{len(findings)} findings'}")
         for finding in findings:
             print(f"  {finding}")
+    print(result_trees.report(ROOT))
     print(sizes.report(ROOT))
     return 1 if num_findings else 0
 
