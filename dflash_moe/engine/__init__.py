@@ -1,5 +1,6 @@
-"""The engine runs many requests of one model at once. So far it has the books of its paged KV
-cache: which blocks there are, whose they are, and what one packed step does to them.
+"""The engine runs many requests of one model at once: it plans steps, runs each as one packed
+forward pass over paged memory, samples, and delivers tokens to whoever asked. `LLM` is its face;
+`verify`, `diff`, receipts and replays compare two such passes.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -44,8 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": _EXECUTION | {"operators", "integrations"},
     "bench": _HOST | {"testing", "_measure"},
     "testing": _HOST,
-    "server": _HOST,
-    "cli": _HOST | {"server", "bench", "_simulation"},
+    "cli": _HOST | {"bench", "_simulation"},
     "__init__": _HOST,
     "__main__": {"cli"},
 }
