@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -119,6 +119,9 @@ test: core ggml-headers system-test ## C++ tests, then Python tests (without the
 test-long: core ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
 	@echo "==> exhaustive sweeps"
 	@$(BIN)/python -m pytest tests -m long -n 2 --dist worksteal
+
+pythons: core ## what needs neither torch nor core, on every named Python that PATH, pyenv or uv has: a minute
+	@$(BIN)/python -m tests.checks.interpreters
 
 # SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, which
 # must be found: one changed source is compiled for each, all else is linked from build/core.

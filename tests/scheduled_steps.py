@@ -41,8 +41,11 @@ class BlocksOnly:
     def step(self, rows: Sequence[Any]) -> Any:
         raise NotImplementedError
 
-    def prefix_seed(self, max_tokens: int) -> bytes:
-        return b"%d" % max_tokens
+    def block_hashes(self, max_tokens: int) -> BlockHashes:
+        raise NotImplementedError
+
+    def is_rotated_alike(self, length: int, max_tokens: int) -> bool:
+        raise NotImplementedError
 
 
 class Steps:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
@@ -55,8 +56,11 @@ class TokenForward:
         self.check_length(max_tokens)
         return TokenSequence(SequenceBlocks(self.blocks), max_tokens)
 
-    def prefix_seed(self, max_tokens: int) -> bytes:
-        return b""
+    def block_hashes(self, max_tokens: int) -> BlockHashes:
+        return BlockHashes(b"", BLOCK_TOKENS)
+
+    def is_rotated_alike(self, length: int, max_tokens: int) -> bool:
+        return True
 
     def stats(self) -> dict[str, Any]:
         return {}

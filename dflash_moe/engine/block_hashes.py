@@ -7,7 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from dflash_moe.config import BLOCK_TOKENS
@@ -26,11 +26,16 @@ class BlockHashes:
     The hash of block i is blake2b over the hash of block i - 1 and the block's token ids as int32,
     little endian. So it names all tokens up to the block's end and not the block's alone: keys and
     values depend on all of them. The first block is chained from `seed`, which must differ where
-    equal tokens have other keys and values: model, weights, numerics and rotary class.
+    equal tokens have other keys and values: model, weights and numerics. `rotation` gives what a
+    block's positions are rotated by, in a fixed number of bytes, where that is not the same in all
+    sequences; it stands before the block's tokens.
     """
 
-    def __init__(self, seed: bytes, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(
+        self, seed: bytes, block_tokens: int = BLOCK_TOKENS, rotation: Callable[[int], bytes] = lambda _block: b""
+    ) -> None:
         self.block_tokens = block_tokens
+        self._rotation = rotation
         # A seed of any length becomes one of fixed length, so that it cannot pass for tokens.
         self._last = _digest(seed)
         self._hashes: list[bytes] = []
@@ -58,13 +63,14 @@ class BlockHashes:
         size = 4 * self.block_tokens
         num_full = len(content) // size
         for begin in range(0, num_full * size, size):
-            self._last = _digest(self._last + content[begin : begin + size])
+            rotation = self._rotation(len(self._hashes))
+            self._last = _digest(self._last + rotation + content[begin : begin + size])
             self._hashes.append(self._last)
         self._rest = content[num_full * size :]
 
     def fork(self) -> BlockHashes:
         """Returns the hashes of another sequence that has had the same tokens so far."""
-        other = BlockHashes(b"", self.block_tokens)
+        other = BlockHashes(b"", self.block_tokens, self._rotation)
         other._last, other._hashes, other._rest = self._last, self._hashes.copy(), self._rest
         return other
 

@@ -86,9 +86,11 @@ class TokenStream:
         self.request_id = request_id
         self._deltas: deque[TokenDelta] = deque()
         self._num_open = num_choices
-        # What wakes those who wait now: threads, and tasks with their event loops.
+        # What wakes those who wait now: threads, tasks with their event loops, and the thread that
+        # waits for this stream among others.
         self.bells: set[Bell] = set()
-        self.arrivals: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self.arrivals: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+        self.group: StreamGroup | None = None
 
     def take(self, timeout: float | None = None) -> list[TokenDelta]:
         """Waits for deltas and returns those that have come; an empty list where all choices have
@@ -114,6 +116,8 @@ class TokenStream:
     def put(self, delta: TokenDelta) -> None:
         """Adds a delta."""
         self._deltas.append(delta)
+        if self.group is not None:
+            self.group.arrived[self] = None
         if delta.finish_reason is not None:
             self._num_open -= 1
 
@@ -124,6 +128,30 @@ class TokenStream:
             self._deltas.clear()
             return found
         return [] if self._num_open == 0 else None
+
+
+class StreamGroup:
+    """Streams of one engine for which one thread waits together. What it costs to wait depends on
+    how many have got something, not on how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.bell = Bell()
+        # Streams with deltas that were not taken; the door's lock guards it.
+        self.arrived: dict[TokenStream, None] = {}
+        self._door: EngineDoor | None = None
+
+    def add(self, stream: TokenStream) -> None:
+        """Has the streams wait together with this one, from which nothing was taken yet."""
+        self._door = stream._door
+        self._door.join(self, stream)
+
+    def take(self) -> list[tuple[TokenStream, list[TokenDelta]]]:
+        """Waits until some stream has deltas and returns all that have come; an empty list where
+        the engine thread has ended and none will come. There must be a stream that has not ended.
+        """
+        assert self._door is not None
+        return self._door.take_group(self)
 
 
 class EngineDoor:
@@ -204,24 +232,46 @@ class EngineDoor:
 
     async def atake(self, stream: TokenStream) -> list[TokenDelta]:
         """As `TokenStream.atake`."""
-        arrived, loop = asyncio.Event(), asyncio.get_running_loop()
-        try:
-            while True:
-                arrived.clear()
-                is_alive = self._is_alive()
-                with self._lock:
-                    found = stream.drain()
-                    if found is None:
-                        stream.arrivals[arrived] = loop
-                if found is not None:
-                    return found
-                if not is_alive:
-                    raise _without_answer(stream)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(arrived.wait(), LOOK_S)
-        finally:
+        loop = asyncio.get_running_loop()
+        while True:
+            arrived: asyncio.Future[None] = loop.create_future()
+            is_alive = self._is_alive()
             with self._lock:
-                stream.arrivals.pop(arrived, None)
+                found = stream.drain()
+                if found is None and is_alive:
+                    stream.arrivals[arrived] = loop
+            if found is not None:
+                return found
+            if not is_alive:
+                raise _without_answer(stream)
+            # Not `asyncio.wait_for`: before Python 3.12 a cancellation that came together with the
+            # result was lost in it, and its error is another class than TimeoutError in 3.10.
+            look = loop.call_later(LOOK_S, _set_all, (arrived,))
+            try:
+                await arrived
+            finally:
+                look.cancel()
+                with self._lock:
+                    stream.arrivals.pop(arrived, None)
+
+    def join(self, group: StreamGroup, stream: TokenStream) -> None:
+        """As `StreamGroup.add`."""
+        with self._lock:
+            stream.group = group
+            if stream._deltas:
+                group.arrived[stream] = None
+
+    def take_group(self, group: StreamGroup) -> list[tuple[TokenStream, list[TokenDelta]]]:
+        """As `StreamGroup.take`."""
+        while True:
+            # Asked before the streams are: what a thread that has ended left behind is there then.
+            is_alive = self._is_alive()
+            with self._lock:
+                found = [(stream, deltas) for stream in group.arrived if (deltas := stream.drain())]
+                group.arrived.clear()
+            if found or not is_alive:
+                return found
+            group.bell.wait(LOOK_S)
 
     # -- the engine thread -----------------------------------------------------------------------
     def exchange(
@@ -256,8 +306,10 @@ class EngineDoor:
     def _put(self, deltas: list[tuple[TokenStream, TokenDelta]]) -> None:
         for stream, delta in deltas:
             stream.put(delta)
-        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for stream in {stream for stream, _ in deltas}:
+            if stream.group is not None:
+                stream.group.bell.ring()
             for bell in stream.bells:
                 bell.ring()
             stream.bells.clear()
@@ -279,14 +331,16 @@ def _without_answer(stream: TokenStream) -> EngineError:
     return EngineError(f"request {stream.request_id}: the engine thread has ended without an answer")
 
 
-def _wake_loops(loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:
-    """Sets events in their event loops, each of which is woken once."""
-    for loop, events in loops.items():
+def _wake_loops(loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]) -> None:
+    """Sets futures in their event loops, each of which is woken once."""
+    for loop, arrivals in loops.items():
         # A loop that was closed has nobody who waits any more.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_set_all, events)
+            loop.call_soon_threadsafe(_set_all, arrivals)
 
 
-def _set_all(events: Iterable[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+def _set_all(arrivals: Iterable[asyncio.Future[None]]) -> None:
+    for arrived in arrivals:
+        # Its time may have passed meanwhile, or its task been cancelled.
+        if not arrived.done():
+            arrived.set_result(None)

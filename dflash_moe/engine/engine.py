@@ -18,13 +18,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from dflash_moe import _core
-from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.length_limit import LengthLimit, length_limit
-from dflash_moe.engine.prompt_check import checked_prompt
+from dflash_moe.engine.prompt_check import LengthWarning, checked_prompt
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.sampling_state import SamplingState
@@ -73,6 +72,7 @@ class Engine:
         self._unwanted: list[Hashable] = []
         self._steps = StepRun(forward, self._masks)
         self._stats = EngineStats()
+        self._length_warning = LengthWarning(forward)
         self._door = EngineDoor(settings.max_queue, lock)
         self._ids = itertools.count(1)
         self._orders = itertools.count()
@@ -98,12 +98,14 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         request_id = next(self._ids)
-        prompt = checked_prompt(self._forward, f"request {request_id}", token_ids, params, self.settings)
+        name = f"request {request_id}"
+        prompt = checked_prompt(self._forward, name, token_ids, params, self.settings)
+        self._length_warning.look(name, len(prompt), params.max_tokens)
         stream = TokenStream(self._door, request_id, params.n)
         try:
             self._door.send(Submit(tuple(self._requests(request_id, prompt, params, stream))))
         except DflashError as error:
-            raise error.reworded(f"request {request_id}: {error}") from None
+            raise error.reworded(f"{name}: {error}") from None
         return stream
 
     @property
@@ -114,13 +116,13 @@ class Engine:
     def _requests(self, request_id: int, prompt: list[int], params: SamplingParams, stream: TokenStream) -> list[Request]:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        rotary = self._forward.prefix_seed(len(prompt) + params.max_tokens)
+        max_length = len(prompt) + params.max_tokens
         now = time.monotonic()
         return [
             Request(
                 request_id, choice, 0, list(prompt), len(prompt), params,
                 SamplingState(params, seed=seed, choice=choice, prompt_ids=prompt),
-                BlockHashes(rotary, self._forward.blocks.block_tokens), stream, stops, times=RequestTimes(submitted=now),
+                self._forward.block_hashes(max_length), stream, stops, times=RequestTimes(submitted=now),
             )
             for choice in range(params.n)
         ]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.layer_loop import LayerLoop
 from dflash_moe.engine.micro_batches import MicroBatches
@@ -120,8 +121,16 @@ class Forward(Protocol):
         """
         ...
 
-    def prefix_seed(self, max_tokens: int) -> bytes:
-        """Names what keys and values of a sequence depend on beside its tokens."""
+    def block_hashes(self, max_tokens: int) -> BlockHashes:
+        """Returns the hashes of an empty sequence that may have up to `max_tokens` tokens. They
+        name all that its keys and values depend on.
+        """
+        ...
+
+    def is_rotated_alike(self, length: int, max_tokens: int) -> bool:
+        """Says whether the first `length` tokens of a sequence have the same keys and values where
+        it may have up to `max_tokens` as where it ends with them.
+        """
         ...
 
     def stats(self) -> dict[str, Any]:
@@ -180,9 +189,25 @@ class PackedForward:
         self.check_length(max_tokens)
         return TokenSequence(SequenceBlocks(self.blocks), max_tokens)
 
-    def prefix_seed(self, max_tokens: int) -> bytes:
-        """As `Forward.prefix_seed`: some rotary types depend on the length of a sequence."""
-        return b"%d" % max_tokens if any(tables.depends_on_length for tables in self.rotary) else b""
+    def block_hashes(self, max_tokens: int) -> BlockHashes:
+        """As `Forward.block_hashes`: some rotary types depend on the length of a sequence."""
+        size = self.blocks.block_tokens
+
+        def rotation(block: int) -> bytes:
+            tables = [one for one in self._used_rotary() if one.depends_on_length]
+            return b"".join(one.block_digest(max_tokens, block, size) for one in tables)
+
+        return BlockHashes(b"", size, rotation)
+
+    def is_rotated_alike(self, length: int, max_tokens: int) -> bool:
+        """As `Forward.is_rotated_alike`."""
+        return all(tables.are_alike(length, max_tokens) for tables in self._used_rotary())
+
+    def _used_rotary(self) -> list[RotaryTables]:
+        """Returns the rotary modules that forward passes ask: those of a tower for pictures rotate
+        nothing of a text. Before the first pass it is not known which these are.
+        """
+        return [tables for tables in self.rotary if tables.is_used] or self.rotary
 
     def stats(self) -> dict[str, Any]:
         """As `Forward.stats`: `micro_batches`, where steps may be computed in two."""

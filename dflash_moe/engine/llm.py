@@ -6,22 +6,24 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_moe.engine.chat_prompts import ChatPrompts, Message, conversations, is_conversation
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.fitted import fit_here
 from dflash_moe.engine.host_model import open_host
 from dflash_moe.engine.kv_budget import most_blocks
-from dflash_moe.engine.request import TokenDelta
+from dflash_moe.engine.prompt_runs import PromptRun, PromptRuns
+from dflash_moe.engine.request_text import RequestText
 from dflash_moe.engine.sampling_params import SamplingParams
-from dflash_moe.engine.text import ChoiceText, Chunk, Completion
-from dflash_moe.errors import ConfigError, DflashError, QueueFull, shown
+from dflash_moe.engine.text import Chunk, Completion
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, shown
 from dflash_moe.integrations.generation import stop_token_ids
 from dflash_moe.integrations.generation_settings import read_generation_settings
 from dflash_moe.integrations.tokenizer import encode, load_tokenizer
@@ -31,8 +33,10 @@ from dflash_moe.topology import Topology
 if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import LoadingReport
 
-# A text, or the ids of its tokens.
-Prompt = str | Sequence[int]
+log = logging.getLogger(__name__)
+
+# A text, the ids of its tokens, or the messages of a conversation.
+Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class LLM:
@@ -40,10 +44,12 @@ class LLM:
 
         with dm.LLM("path/to/checkpoint", topology=topology) as llm:
             outputs = llm.generate(["a", "b"], dm.SamplingParams(temperature=0))
+            answer = llm.chat([{"role": "user", "content": "Hello"}])[0].text
 
-    A request's tokens do not depend on what else runs. Errors name the request; ConfigError for
-    what can never be computed, QueueFull for too many waiting requests, and those of
-    `ExpertRuntime.experts` where workers are lost.
+    A prompt is a text, a list of token ids, or a list of messages, which the model's own template
+    renders. A request's tokens do not depend on what else runs. Errors name the request;
+    ConfigError for what can never be computed, QueueFull for too many waiting requests, and those
+    of `ExpertRuntime.experts` where workers are lost.
     """
 
     def __init__(
@@ -53,7 +59,8 @@ class LLM:
         """Starts the workers of `topology` and loads the model, which is fitted to this machine
         where that is None (engine/fitted.py).
         `tokenizer` stands in for the checkpoint's own, and `overrides` are settings
-        (docs/topology.md). Errors are those of `ExpertRuntime.start` and `load_model`.
+        (docs/topology.md). A checkpoint without a tokenizer takes token ids, and its completions
+        have no text. Errors are those of `ExpertRuntime.start` and `load_model`.
         """
         if topology is None:
             topology = fit_here(model, overrides).topology
@@ -61,7 +68,11 @@ class LLM:
             topology = Topology.load(Path(topology))
         path = Path(model)
         with ExitStack() as stack:
-            self.tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
+            self.tokenizer = tokenizer
+            # Why there is no tokenizer, where there is none.
+            self._no_tokenizer: UnsupportedError | None = None
+            if tokenizer is None:
+                self._load_tokenizer(path)
             self.runtime = stack.enter_context(ExpertRuntime.start(topology, model=path, on_loading=on_loading, **overrides))
             self.host = open_host(path, self.runtime)
             settings = self.runtime.settings
@@ -71,21 +82,41 @@ class LLM:
             stack.callback(self.forward.close)
             eos = stop_token_ids(self.host.model, self.tokenizer) | read_generation_settings(path).stop_token_ids
             self.engine = stack.enter_context(Engine(self.forward, EngineSettings.of(self.runtime), eos_token_ids=eos))
+            self._chats = ChatPrompts(path)
+            stack.callback(self._chats.close)
             self._closing = stack.pop_all()
+
+    def _load_tokenizer(self, path: Path) -> None:
+        try:
+            self.tokenizer = load_tokenizer(path)
+        except UnsupportedError as error:
+            self._no_tokenizer = error
+            log.warning("only token ids are taken, and completions have no text: %s", error)
+
+    def _need_tokenizer(self, what: str) -> None:
+        """Raises UnsupportedError where there is no tokenizer for what needs one."""
+        if self._no_tokenizer is not None:
+            text = f"{what} needs a tokenizer, and the model comes without one: pass token ids, or LLM(tokenizer=...)"
+            raise self._no_tokenizer.reworded(f"{text} ({self._no_tokenizer})")
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
         """Starts a request and returns the stream of its token ids, without text."""
         return self.engine.submit(self.token_ids(prompt), params)
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the ids of a text, with what the tokenizer puts before it; ids stay as they
-        are.
+    def token_ids(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Returns the ids of a text, with what the tokenizer puts before it, or those of a
+        conversation, with what begins the next answer; ids stay as they are.
+        `chat_template_kwargs` are further variables of the model's template.
         """
         if isinstance(prompt, str):
+            self._need_tokenizer("a text")
             return encode(self.tokenizer, prompt)
+        if is_conversation(prompt):
+            self._need_tokenizer("a conversation")
+            return self._chats.token_ids(self.tokenizer, prompt, chat_template_kwargs)  # type: ignore[arg-type]
         if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
-            raise ConfigError(f"prompt {shown(prompt)}: expected a text, or a sequence of token ids")
-        return [*prompt]
+            raise ConfigError(f"prompt {shown(prompt)}: expected a text, a sequence of token ids, or a list of messages")
+        return [*prompt]  # type: ignore[list-item]
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -93,7 +124,8 @@ class LLM:
     ) -> list[Completion]:  # fmt: skip
         """Completes prompts, which are computed together, and returns the choices of the first, of
         the second and so on. `params` are those of all prompts, or one for each; `on_chunk` is
-        called with a prompt's place for each chunk.
+        called with a prompt's place for each chunk, those of several prompts in any order. What it
+        raises ends all of them and passes through.
 
         Where a request fails the others end first, and then its error is raised.
         """
@@ -111,13 +143,26 @@ class LLM:
         while others went on. Prompts that the queue has no room for are submitted as it gets some.
         A caller that stops early cancels the rest.
         """
-        runs = self._runs(prompts, params, on_chunk)
-        return _outcomes(deque(runs))
+        return PromptRuns(self._runs(prompts, params), on_chunk).outcomes()
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        chat_template_kwargs: Mapping[str, Any] | None = None, on_chunk: Callable[[int, Chunk], None] | None = None,
+    ) -> list[Completion]:  # fmt: skip
+        """Answers a conversation, or several together, as the model's own template renders them,
+        and returns the answers like `generate`. A message has a `role` and a `content`;
+        `chat_template_kwargs` are further variables of the template.
+
+        Errors, beside those of `generate`: ConfigError for what is no conversation or what the
+        template refuses, UnsupportedError for a model without a template.
+        """
+        prompts = [self.token_ids(one, chat_template_kwargs=chat_template_kwargs) for one in conversations(messages)]
+        return self.generate(prompts, params, on_chunk=on_chunk)
 
     def _runs(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-        on_chunk: Callable[[int, Chunk], None] | None,
-    ) -> list[_Run]:  # fmt: skip
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[PromptRun]:
         wanted = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(wanted)
         if len(each) != len(wanted):
@@ -126,28 +171,29 @@ class LLM:
         for place, found in enumerate(ids):
             if not found:
                 raise ConfigError(f"prompt {place} has no tokens; at least 1 is needed")
-        return [_Run(self, place, *one, on_chunk) for place, one in enumerate(zip(ids, each, strict=True))]
+        return [self._run(place, *one) for place, one in enumerate(zip(ids, each, strict=True))]
+
+    def _run(self, place: int, token_ids: list[int], params: SamplingParams | None) -> PromptRun:
+        return PromptRun(place, len(token_ids), lambda: self._begin(token_ids, params))
+
+    def _begin(self, prompt: Prompt, params: SamplingParams | None) -> RequestText:
+        """Starts a request whose text is read."""
+        params = SamplingParams() if params is None else params
+        if getattr(params, "stop", ()):
+            self._need_tokenizer("a stop string")
+        return RequestText(self.submit(prompt, params), self.tokenizer, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Yields chunks of text as they come; those of several choices in any order. A caller that
         stops early cancels the request.
         """
-        text = _StreamText(self, prompt, params)
-        try:
-            while deltas := text.stream.take():
-                yield from text.chunks(deltas)
-        finally:
-            text.stream.cancel()
+        yield from self._begin(prompt, params).read()
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
         """As `stream`, for an event loop."""
-        text = _StreamText(self, prompt, params)
-        try:
-            while deltas := await text.stream.atake():
-                for chunk in text.chunks(deltas):
-                    yield chunk
-        finally:
-            text.stream.cancel()
+        async with aclosing(self._begin(prompt, params).aread()) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def unready_reason(self) -> str:
         """Returns why a request would fail or wait for a worker now, empty where it would not; see
@@ -172,96 +218,12 @@ class LLM:
         self.close()
 
 
-class _StreamText:
-    """A running request and the text of its choices."""
-
-    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams | None) -> None:
-        params = SamplingParams() if params is None else params
-        self.stream = llm.submit(prompt, params)
-        self.texts = [ChoiceText(llm.tokenizer, params.stop, choice) for choice in range(params.n)]
-
-    def chunks(self, deltas: list[TokenDelta]) -> Iterator[Chunk]:
-        """Yields the chunks of deltas. A choice that has met its stop string is cancelled."""
-        for delta in deltas:
-            text = self.texts[delta.choice]
-            chunk = text.push(delta)
-            if chunk is not None:
-                if text.is_stopped and delta.finish_reason is None:
-                    self.stream.cancel(delta.choice)
-                yield chunk
-
-
-class _Run:
-    """One prompt of `LLM.generate`."""
-
-    def __init__(
-        self, llm: LLM, place: int, token_ids: list[int], params: SamplingParams | None,
-        on_chunk: Callable[[int, Chunk], None] | None,
-    ) -> None:  # fmt: skip
-        self._llm, self._place, self._token_ids, self._params, self._on_chunk = (
-            llm,
-            place,
-            token_ids,
-            params,
-            on_chunk,
-        )
-        self._text: _StreamText | None = None
-        self._error: DflashError | None = None
-
-    def begin(self) -> bool:
-        """Submits the prompt, and returns whether the queue had room for it. What else refuses it
-        is its outcome.
-        """
-        self._error = None
-        try:
-            self._text = _StreamText(self._llm, self._token_ids, self._params)
-        except DflashError as error:
-            self._error = error
-        return not isinstance(self._error, QueueFull)
-
-    def outcome(self) -> list[Completion] | DflashError:
-        """Awaits its end and returns the finished choices, or the error that ended it."""
-        if self._error is not None:
-            return self._error
-        assert self._text is not None
-        try:
-            while deltas := self._text.stream.take():
-                for chunk in self._text.chunks(deltas):
-                    if self._on_chunk is not None:
-                        self._on_chunk(self._place, chunk)
-        except DflashError as error:
-            self.cancel()
-            return error
-        return [text.completion(self._place, len(self._token_ids)) for text in self._text.texts]
-
-    def cancel(self) -> None:
-        """Ends what has not ended."""
-        if self._text is not None:
-            self._text.stream.cancel()
-
-
-def _outcomes(waiting: deque[_Run]) -> Iterator[list[Completion] | DflashError]:
-    """Yields the outcomes of prompts in their order, of which as many run as the queue takes."""
-    begun: deque[_Run] = deque()
-    try:
-        while waiting or begun:
-            while waiting and waiting[0].begin():
-                begun.append(waiting.popleft())
-            # Where none was taken, others fill the queue, and the first prompt's outcome says so.
-            yield (begun or waiting)[0].outcome()
-            (begun or waiting).popleft()
-    finally:
-        # One that an interrupt kept from being moved is still among those that wait.
-        for run in (*begun, *waiting):
-            run.cancel()
-
-
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns a list of prompts for one or several."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str) or is_conversation(prompts):
+        return [prompts]  # type: ignore[list-item]
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
-        raise ConfigError(f"prompts {shown(prompts)}: expected a text, token ids, or several of them")
+        raise ConfigError(f"prompts {shown(prompts)}: expected a text, token ids, messages, or several of them")
     found: list[Any] = list(prompts)
     # Integers of numpy and torch are ids too; other arrays have a length or no index.
     return [found] if found and all(hasattr(one, "__index__") and not getattr(one, "shape", ()) for one in found) else found

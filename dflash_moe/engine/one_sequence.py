@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dflash_moe.config import BLOCK_TOKENS, MemoryBudget
+from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond, refuse_length
 from dflash_moe.engine.kv_budget import kv_blocks
@@ -81,9 +82,14 @@ class OneSequenceForward:
         self.check_length(max_tokens)
         return CachedSequence(SequenceBlocks(self.blocks), max_tokens)
 
-    def prefix_seed(self, max_tokens: int) -> bytes:
-        """As `Forward.prefix_seed`; no prefix is shared."""
-        return b"%d" % max_tokens
+    def block_hashes(self, max_tokens: int) -> BlockHashes:
+        """As `Forward.block_hashes`; no prefix is shared."""
+        return BlockHashes(b"%d" % max_tokens, self.blocks.block_tokens)
+
+    def is_rotated_alike(self, length: int, max_tokens: int) -> bool:
+        """As `Forward.is_rotated_alike`; the model rotates each forward pass by its own length."""
+        del length, max_tokens
+        return True
 
     def stats(self) -> dict[str, Any]:
         """As `Forward.stats`; nothing is counted."""

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,8 @@ from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, shown
+
+log = logging.getLogger(__name__)
 
 
 def checked_prompt(
@@ -40,6 +43,25 @@ def checked_prompt(
         text = f"{name}: prompt of {len(prompt)} tokens and max_tokens {params.max_tokens}: {error}"
         raise error.reworded(text) from None
     return prompt
+
+
+class LengthWarning:
+    """Warns once where a request's tokens depend on the length that it may reach. Any thread."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._is_said = False
+
+    def look(self, name: str, num_prompt: int, max_tokens: int) -> None:
+        """Looks at a request that is about to be submitted."""
+        if not self._is_said and not self._forward.is_rotated_alike(num_prompt, num_prompt + max_tokens):
+            self._is_said = True
+            log.warning(
+                "%s: its tokens depend on max_tokens: the model rotates by another table in a sequence of up to %d tokens "
+                "(prompt and max_tokens) than in a prompt of %d, and one table holds for the whole sequence; give requests that "
+                "are compared the same sum of both (docs/howto/python_engine.md)",
+                name, num_prompt + max_tokens, num_prompt,
+            )  # fmt: skip
 
 
 def _token_id(name: str, token: Any, vocab_size: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -23,8 +24,14 @@ CHUNK = 256
 # What a rotary module returns: one tensor or several, each [1, num_rows, ...].
 Tables = tuple[torch.Tensor, ...]
 
+# What a layer passes beside hidden states and positions, such as its type.
+Arguments = tuple[Any, ...]
+
 # Asks a module for float32.
 _FLOAT32 = torch.zeros(1, 1, 1)
+
+# So many digests are kept, of 16 bytes each.
+_MAX_DIGESTS = 1 << 16
 
 
 class _OfThread(threading.local):
@@ -45,12 +52,18 @@ class RotaryTables:
         self._pristine = copy.deepcopy(module)
         self._device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
         self._chunks: dict[tuple[Any, ...], tuple[Tables, bool]] = {}
+        # What layers may pass, and whether that is known. Tables of unlike arguments differ.
+        self._kinds = self._find_kinds()
+        self._are_kinds_known = bool(self._kinds)
         # Whether the module wants more than hidden states and positions, such as the type of a
         # layer: then there is no single table for all layers.
-        self.wants_arguments = False
+        self.wants_arguments = () not in self._kinds
         # Whether a position's values differ between sequences that may become unlike long: then
         # their keys do too. Else all sequences read one table of all positions.
-        self.depends_on_length = self._looks_at_others()
+        self.depends_on_length = not self._are_kinds_known or self._looks_at_others()
+        self._digests: dict[tuple[int, int, int], bytes] = {}
+        # Whether a forward pass has asked for its tables.
+        self.is_used = False
         self._shared: dict[tuple[Any, ...], _SharedTables] = {}
         self._own = _OfThread()
         # Two halves of a step read and extend the same tables.
@@ -78,8 +91,12 @@ class RotaryTables:
         step and are not read.
         """
         del position_ids
-        select = self._join_chunks if self.depends_on_length else self._select
+        self.is_used = True
         with self._lock:
+            if self._are_kinds_known and (*arguments, *options.values()) not in self._kinds:
+                # Nobody has looked what these tables depend on, so each length has its own.
+                self._are_kinds_known, self.wants_arguments, self.depends_on_length = False, True, True
+            select = self._join_chunks if self.depends_on_length else self._select
             tables, is_tuple = select(x, arguments, options)
         return tables if is_tuple else tables[0]
 
@@ -124,6 +141,43 @@ class RotaryTables:
         cos, sin = tables if isinstance(tables, tuple) else (tables.real, tables.imag)
         return cos[0], sin[0]
 
+    def block_digest(self, length: int, block: int, block_tokens: int) -> bytes:
+        """Names what the positions of a full block are rotated by in a sequence that may have
+        `length` tokens: equal for two lengths where all their values in the block are.
+        """
+        if not self._are_kinds_known:
+            return length.to_bytes(8, "little")
+        key = (length, block, block_tokens)
+        found = self._digests.get(key)
+        if found is None:
+            first = block * block_tokens
+            digest = blake2b(digest_size=16)
+            for kind in self._kinds:
+                # In tensors of the same shape as those that are rotated by, whose bits these are.
+                for chunk in range(first // CHUNK, -(-(first + block_tokens) // CHUNK)):
+                    tables, _ = self._chunk(_FLOAT32, length, chunk, kind, {})
+                    begin = max(0, first - chunk * CHUNK)
+                    for table in tables:
+                        rows = table[:, begin : first + block_tokens - chunk * CHUNK].contiguous()
+                        digest.update(torch.view_as_real(rows).numpy() if rows.is_complex() else rows.cpu().numpy())
+            if len(self._digests) >= _MAX_DIGESTS:
+                self._digests.clear()
+            found = self._digests[key] = digest.digest()
+        return found
+
+    def are_alike(self, length: int, other: int) -> bool:
+        """Says whether sequences of these lengths are rotated alike where both have positions."""
+        return not self.depends_on_length or self._are_alike(length, other)
+
+    def _are_alike(self, length: int, other: int) -> bool:
+        # Position 1 alone: beside it lies nothing that an original maximum could be below.
+        positions = torch.ones(CHUNK, dtype=torch.int64)
+        for kind in self._kinds:
+            near, far = (self._compute(_FLOAT32, positions, max(1, last - 1), kind, {})[0] for last in (length, other))
+            if any(not torch.equal(a, b) for a, b in zip(near, far, strict=True)):
+                return False
+        return True
+
     def _chunk(self, x: torch.Tensor, length: int, chunk: int, arguments: Any, options: Any) -> tuple[Tables, bool]:
         positions = torch.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
         if not self.depends_on_length:
@@ -156,17 +210,23 @@ class RotaryTables:
         for fields in nested:
             original = fields.get("original_max_position_embeddings")
             limits |= {int(original)} if original else set()
-        x = torch.zeros(1, 1, 1)
-        # Position 1 alone: beside it lies nothing that an original maximum could be below.
-        positions = torch.ones(CHUNK, dtype=torch.int64)
+        return any(not self._are_alike(2, 4 * limit + 2) for limit in sorted(limits))
+
+    def _find_kinds(self) -> list[Arguments]:
+        """Returns what layers may pass: nothing, or one of the types of layers that the module or
+        its configuration names; what the module takes of these.
+        """
+        config = getattr(self._pristine, "config", None)
+        named = getattr(self._pristine, "layer_types", None) or getattr(config, "layer_types", None) or ()
+        kinds: list[Arguments] = [(), *((name,) for name in sorted({name for name in named if isinstance(name, str)}))]
+        return list(filter(self._takes, kinds))
+
+    def _takes(self, kind: Arguments) -> bool:
         try:
-            near, _ = self._compute(x, positions, 1, (), {})
-            others = [self._compute(x, positions, 4 * limit + 1, (), {})[0] for limit in sorted(limits)]
-        except TypeError:
-            # What it depends on is not known then; so each sequence is on its own.
-            self.wants_arguments = True
-            return True
-        return any(not torch.equal(a, b) for other in others for a, b in zip(near, other, strict=True))
+            self._compute(_FLOAT32, torch.ones(CHUNK, dtype=torch.int64), 1, kind, {})
+        except Exception:  # noqa: BLE001 - a module of somebody else, asked for what it may not know
+            return False
+        return True
 
 
 class _SharedTables:

@@ -51,11 +51,14 @@ _MAY_BE_NONE = {"seed", "logprobs"}
 class SamplingParams:
     """How a request's tokens are chosen, the same for each of its `n` choices. Immutable.
 
-    `max_tokens` bounds a choice's new tokens. Penalties, `logit_bias` and `token_mask` change the
-    logits, in this order; `temperature` divides them, and 0 takes the largest, the lowest id among
-    equals. `min_p`, `top_k` (0: off) and `top_p` then exclude unlikely tokens. `presence_penalty`
-    and `frequency_penalty` look at the new tokens, `repetition_penalty` at the prompt too. `seed`
-    is drawn when the request is submitted where it is None.
+    `max_tokens` bounds a choice's new tokens. Where a model's rotary tables depend on the length
+    of a sequence (rope types `longrope` and `dynamic`), they are those of prompt and `max_tokens`
+    together: beyond the original length the tokens depend on `max_tokens`. Penalties, `logit_bias`
+    and `token_mask` change the logits, in this order; `temperature` divides them, and 0 takes the
+    largest, the lowest id among equals. `min_p`, `top_k` (0: off) and `top_p` then exclude
+    unlikely tokens. `presence_penalty` and `frequency_penalty` look at the new tokens,
+    `repetition_penalty` at the prompt too. `seed` is drawn when the request is submitted where it
+    is None.
 
     A choice ends at `max_tokens`, at a token of `stop_token_ids`, at a text of `stop`, and at the
     model's own last token but for `ignore_eos`. `logprobs` asks for log-probabilities of each token

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.request import STOP, TokenDelta
 from dflash_moe.errors import DflashError
 from dflash_moe.integrations.generation import TextStream
+
+if TYPE_CHECKING:
+    from dflash_moe.engine.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,12 @@ class Completion:
 
 
 class ChoiceText:
-    """The text of one choice while it grows. `is_stopped` is set once a stop string was found, and
-    whatever comes later is dropped.
+    """The text of one choice while it grows, empty without a tokenizer. `is_stopped` is set once a
+    stop string was found, and whatever comes later is dropped.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], choice: int) -> None:
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer) if tokenizer is not None else None
         self._stops = tuple(stops)
         self._held = ""
         self.choice = choice
@@ -82,10 +84,11 @@ class ChoiceText:
             raise _copy(delta.error)
         text, taken = "", 0
         for taken, token in enumerate(delta.token_ids, start=1):  # noqa: B007 - how many it took
-            text += self._until_stop(self._stream.push(token), is_last=False)
+            if self._stream is not None:
+                text += self._until_stop(self._stream.push(token), is_last=False)
             if self.is_stopped:
                 break
-        if delta.finish_reason is not None and not self.is_stopped:
+        if delta.finish_reason is not None and not self.is_stopped and self._stream is not None:
             text += self._until_stop(self._stream.finish(), is_last=True)
         # Tokens behind a stop string are not the choice's, however many a step gave.
         token_ids = delta.token_ids[:taken]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import dflash_moe as dm
+from dflash_moe.engine.delivery import Cancel
 from dflash_moe.engine.generation import generate_tokens
 from dflash_moe.engine.llm import LLM
 from dflash_moe.engine.text import Completion
@@ -199,13 +201,55 @@ def test_chunks_name_the_place_of_their_prompt(llm, plain):
     assert [found[place] for place in range(3)] == plain[:3]
 
 
+def test_prompts_that_have_met_their_stop_string_are_computed_no_further_while_the_first_one_is(llm, monkeypatch):
+    (whole,) = llm.generate(PROMPTS[1], GREEDY)
+    stopping = dataclasses.replace(GREEDY, stop=[whole.text[3:5]], max_tokens=200)
+    num_stopping, step = 7, llm.forward.step
+    before = llm.stats()["engine"]
+    counts = iter(range(1_000_000))
+    deadline = time.monotonic() + 60
+
+    def hold(rows: Any) -> Any:
+        # Once all have met it the engine waits until it was told so, while the first goes on.
+        if next(counts) >= NEW_TOKENS + 8:
+            while cancelled() < num_stopping and time.monotonic() < deadline:
+                time.sleep(0.001)
+        return step(rows)
+
+    def cancelled() -> int:
+        asked = sum(isinstance(one, Cancel) for one in list(llm.engine._door._commands))
+        return asked + llm.engine._stats.report()["finished"].get("cancelled", 0) - before["finished"].get("cancelled", 0)
+
+    monkeypatch.setattr(llm.forward, "step", hold)
+    long = dataclasses.replace(GREEDY, max_tokens=60)
+    found = llm.generate([PROMPTS[0], *[PROMPTS[1]] * num_stopping], [long, *[stopping] * num_stopping])
+    assert [one.finish_reason for one in found] == ["length", *["stop"] * num_stopping]
+    assert len({one.text for one in found[1:]}) == 1
+    computed = llm.stats()["engine"]["generated_tokens"] - before["generated_tokens"]
+    assert computed <= 60 + num_stopping * (NEW_TOKENS + 8 + 2)
+
+
+def test_what_a_caller_raises_over_a_chunk_is_no_outcome_and_ends_all(llm):
+    endless = dataclasses.replace(GREEDY, max_tokens=1500)
+    mine = dm.ConfigError("the caller's own")
+
+    def on_chunk(place: int, _chunk: Any) -> None:
+        if place == 0:
+            raise mine
+
+    with pytest.raises(dm.ConfigError) as caught:
+        next(llm.generate_each(PROMPTS[:3], endless, on_chunk=on_chunk))
+    assert caught.value is mine
+    llm.engine.settle()
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ("", "prompt 1 has no tokens"),
         ([], "prompt 1 has no tokens"),
-        (7, "prompt 7: expected a text, or a sequence of token ids"),
-        (b"bytes", "expected a text, or a sequence of token ids"),
+        (7, "prompt 7: expected a text, a sequence of token ids, or a list of messages"),
+        (b"bytes", "expected a text, a sequence of token ids, or a list of messages"),
     ],
 )
 def test_a_prompt_that_is_none_is_refused_before_any_is_submitted(llm, wrong, said):

@@ -49,6 +49,26 @@ def test_a_hash_names_all_tokens_before_its_block_and_the_seed():
     assert hashes_of([], seed=b"seed") == hashes_of([1, 2, 3]) == []
 
 
+def test_what_a_blocks_positions_are_rotated_by_stands_before_its_tokens():
+    def rotated(rotation: list[bytes]) -> list[bytes]:
+        hashes = BlockHashes(b"seed", 4, rotation.__getitem__)
+        hashes.extend(range(6))
+        fork = hashes.fork()
+        for one in (hashes, fork):
+            one.extend(range(6, 13))
+        assert fork.hashes == hashes.hashes
+        return list(hashes.hashes)
+
+    whole = rotated([b"a", b"b", b"c"])
+    assert rotated([b"a", b"b", b"x"])[:2] == whole[:2]
+    assert rotated([b"a", b"x", b"c"])[0] == whole[0]
+    assert not set(rotated([b"a", b"x", b"c"])[1:]) & set(whole)
+    assert (
+        whole[0]
+        == blake2b(blake2b(b"seed", digest_size=16).digest() + b"a" + struct.pack("<4i", 0, 1, 2, 3), digest_size=16).digest()
+    )
+
+
 def test_a_fork_goes_on_from_the_same_tokens_by_itself():
     one = BlockHashes(b"seed", 4)
     one.extend([1, 2, 3, 4, 5])

@@ -390,39 +390,6 @@ def test_who_waits_for_a_thread_that_hangs_learns_it_when_the_engine_is_closed(
     assert not engine._thread.is_alive()
 
 
-def dying_door(delta: TokenDelta | None) -> tuple[EngineDoor, TokenStream]:
-    """A door whose engine thread ends just when a caller asks whether it lives."""
-    door = EngineDoor(1)
-    stream = TokenStream(door, 1, 1)
-
-    def is_alive() -> bool:
-        if delta is not None and stream._num_open:
-            door.exchange([(stream, delta)], num_waiting=0, seconds_per_request=0.0, wait=False)
-        return False
-
-    door.watch(is_alive)
-    return door, stream
-
-
-def test_the_last_words_of_an_engine_thread_are_heard() -> None:
-    last = TokenDelta(0, (5,), finish_reason=LENGTH)
-    _, stream = dying_door(last)
-    assert stream.take() == [last]
-    assert stream.take() == []
-    _, stream = dying_door(last)
-    assert asyncio.run(stream.atake()) == [last]
-
-
-def test_a_thread_that_ended_without_a_word_is_an_error_and_no_wait() -> None:
-    _, stream = dying_door(None)
-    with pytest.raises(EngineError, match="request 1: the engine thread has ended"):
-        stream.take()
-    with pytest.raises(EngineError, match="request 1: the engine thread has ended"):
-        asyncio.run(stream.atake())
-    assert not stream.bells
-    assert not stream.arrivals
-
-
 class Interrupted(BaseException):
     """What the signal raises."""
 

@@ -89,3 +89,58 @@ def test_a_step_without_rows_has_tables_without_rows():
     tables = RotaryTables(_Wide())
     tables.begin([])
     assert [table.shape for table in tables.cos_sin()] == [(0, 3), (0, 3)]
+
+
+class _Typed(torch.nn.Module):
+    """Tables for types of layers, of which those of "long" look at the largest position."""
+
+    def __init__(self, layer_types=("short", "long")):
+        super().__init__()
+        self.layer_types = layer_types
+        self.original_max_seq_len = 40
+
+    def forward(self, x, position_ids, layer_type):
+        scale = {"short": 1, "long": 3 if int(position_ids.max()) >= 40 else 2}[layer_type]
+        return scale * position_ids[..., None].to(x.dtype), position_ids[..., None].to(x.dtype)
+
+
+def digests(tables, length, num_blocks=4):
+    return [tables.block_digest(length, block, 16) for block in range(num_blocks)]
+
+
+def test_a_module_is_asked_with_each_type_that_layers_pass():
+    short, both = RotaryTables(_Typed(("short",))), RotaryTables(_Typed())
+    assert (short.wants_arguments, short.depends_on_length) == (True, False)
+    assert (both.wants_arguments, both.depends_on_length) == (True, True)
+    assert short.are_alike(4, 400)
+    assert [both.are_alike(4, length) for length in (5, 40, 41, 400)] == [True, True, False, False]
+    # What is clamped at the end of a sequence is in none of its full blocks.
+    assert digests(both, 32, 2) == digests(both, 40, 2)
+    assert digests(both, 70) == digests(both, 500)
+    assert not set(digests(both, 40, 2)) & set(digests(both, 41, 2))
+    assert len(set(digests(both, 70))) == 4
+
+
+def test_types_that_nobody_named_make_each_length_another():
+    tables = RotaryTables(_Typed(("short",)))
+    tables.begin([(30, 2, 1)])
+    assert tables(torch.zeros(1, 1, 1), None, layer_type="short")[0].flatten().tolist() == [2.0]
+    assert not tables.depends_on_length
+    assert tables(torch.zeros(1, 1, 1), None, "long")[0].flatten().tolist() == [4.0]
+    tables.begin([(41, 2, 1)])
+    assert tables(torch.zeros(1, 1, 1), None, "long")[0].flatten().tolist() == [6.0]
+    assert tables.depends_on_length
+    assert not set(digests(tables, 30, 1)) & set(digests(tables, 31, 1))
+
+
+def test_a_digest_names_every_bit_of_a_blocks_rows():
+    class Far(_Typed):
+        def forward(self, x, position_ids, layer_type):
+            tables = list(super().forward(x, position_ids, layer_type))
+            tables[1] = tables[1] + (position_ids[..., None] == 300) * 2.0**-10
+            return tuple(tables)
+
+    one, other = RotaryTables(_Typed()), RotaryTables(Far())
+    assert [a == b for a, b in zip(digests(one, 400, 25), digests(other, 400, 25), strict=True)] == [
+        block != 300 // 16 for block in range(25)
+    ]
