@@ -24,7 +24,7 @@ from dflash_moe.runtime.golden import GoldenRows
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
-from tests.fault.conftest import StartWorker, wait_until
+from tests.fault.conftest import StartWorker, is_gone, wait_until
 from tests.fault.test_host_fallback import flip_a_weight
 
 # A limit that nothing here waits for: what goes on before it went on for another reason.
@@ -45,7 +45,16 @@ def call(runtime: ExpertRuntime, num_tokens: int = 7) -> np.ndarray[Any, Any]:
 
 
 def kill(runtime: ExpertRuntime, worker: str) -> None:
-    os.kill({process.name: process.pid for process in runtime.worker_processes()}[worker], signal.SIGKILL)
+    """Returns once the worker answers nothing any more, which a killed process may still do."""
+    pid = {process.name: process.pid for process in runtime.worker_processes()}[worker]
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: is_gone(pid), BACK_S)
+
+
+def num_asked(runtime: ExpertRuntime, worker: str) -> int:
+    """How often a worker was asked to compute a shard, first or beside another holder."""
+    counted = runtime.stats()["workers"][worker]
+    return int(counted["calls"] + counted["hedges"])
 
 
 def is_ready(runtime: ExpertRuntime, worker: str) -> bool:
@@ -61,19 +70,30 @@ def is_checked(runtime: ExpertRuntime) -> bool:
 @pytest.mark.parametrize("first", ["weights_layout: packed", "weights_layout: mapped"])
 @pytest.mark.parametrize("address", ["", ", address: tcp"])
 def test_workers_that_map_one_file_stand_in_for_each_other_and_for_one_that_packed(
-    spec: ModelSpec, first: str, address: str
+    spec: ModelSpec, first: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    may_return, connect = threading.Event(), HostSession.connect
+
+    def connect_late(session: HostSession, *, timeout_s: float) -> None:
+        may_return.wait(BACK_S)
+        connect(session, timeout_s=timeout_s)
+
     with start(spec, "weights_layout: packed", "weights_layout: packed", replicas=1) as runtime:
         right = call(runtime)
     with start(spec, first + address, "weights_layout: mapped" + address) as runtime:
         assert all(len(shard.holders) == 2 for shards in runtime.placement.layers for shard in shards)
-        for worker in ("w1", "w0", "w1"):
+        monkeypatch.setattr(HostSession, "connect", connect_late)
+        for worker, other in (("w1", "w0"), ("w0", "w1"), ("w1", "w0")):
+            may_return.clear()
             kill(runtime, worker)
+            before = num_asked(runtime, other)
             for _ in range(20):
                 assert np.array_equal(call(runtime), right)
+            # Whether the loss was noticed between two calls or within one: nobody else was there.
+            assert num_asked(runtime, other) - before >= 20 * len(runtime.placement.layers[0])
+            may_return.set()
             assert wait_until(lambda worker=worker: is_ready(runtime, worker), BACK_S)
             assert np.array_equal(call(runtime), right)
-        assert runtime.stats()["totals"]["failovers"] >= 1
 
 
 def test_another_copy_of_the_checkpoint_is_compared_before_it_joins(

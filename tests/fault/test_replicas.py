@@ -20,6 +20,7 @@ from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch
+from tests.fault.conftest import freeze
 
 # A limit that nothing here waits for: what goes on before it went on for another reason.
 FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0}
@@ -88,7 +89,7 @@ def test_a_frozen_worker_is_answered_for_and_is_not_given_up(spec: ModelSpec) ->
     with start(spec, replicas=2) as runtime:
         assert np.array_equal(call(runtime, 7), right)
         frozen = pids(runtime)["w1"]
-        os.kill(frozen, signal.SIGSTOP)
+        freeze(frozen)
         try:
             for _ in range(10):
                 assert np.array_equal(call(runtime, 7), right)
