@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_moe.bench.results import BenchResult
+from dflash_moe.telemetry.stop_signals import exit_by_signals
 
 # A shell reports this for a process that SIGTERM ended.
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -170,20 +171,9 @@ def _cause(error: BaseException) -> str:
     return type(error).__name__
 
 
-@contextmanager
-def _terminating_as_exit() -> Iterator[None]:
+def _terminating_as_exit() -> AbstractContextManager[None]:
     """Has SIGTERM raise SystemExit(143) in the main thread within the block, so that `with` blocks
     close workers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(_number: int, _frame: object) -> None:
-        raise SystemExit(EXIT_TERMINATED)
-
-    former: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
+    is_main = threading.current_thread() is threading.main_thread()
+    return exit_by_signals([signal.SIGTERM]) if is_main else nullcontext()

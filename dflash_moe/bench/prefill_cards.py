@@ -118,9 +118,11 @@ def _topology(host: Card, workers: tuple[Card, ...], host_bytes: int) -> Topolog
     table needs no figure of the user's.
     """
     at_host = host.memory_bytes - host_bytes - RESERVED_BYTES
-    others = [max(0, card.memory_bytes - RESERVED_BYTES) for card in workers]
+    others = [max(1, card.memory_bytes - RESERVED_BYTES) for card in workers]
     specs = tuple(
-        WorkerSpec(f"w{at}", backend=card.backend, device=card.device, memory=memory, simulate=card.simulate)
+        WorkerSpec(
+            f"w{at}", backend=card.backend, device=None if card.simulate else card.device, memory=memory, simulate=card.simulate
+        )
         for at, (card, memory) in enumerate(zip(workers, others, strict=True))
     )
     share = MemoryBudget(fraction=at_host / (at_host + sum(others)))

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import ConfigError
 
 SCHEMA = 1
@@ -107,7 +108,8 @@ def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
     is no result at all.
     """
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        with open_named(path) as file:
+            loaded = json.loads(file.read().decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such result file") from None
     except OSError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.config import SETTINGS, SETTINGS_BY_NAME
+from dflash_moe.config.named_files import open_named
 from dflash_moe.config.settings import CONFIG_VARIABLE
 from dflash_moe.errors import ConfigError, shown
 
@@ -96,7 +97,7 @@ def _usual_path(environ: Mapping[str, str]) -> Path | None:
 
 def _read(path: Path, named_by: str) -> str:
     try:
-        with path.open("rb") as file:
+        with open_named(path) as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -106,12 +106,13 @@ def _run(
         refuse_router,
         require_whole_layers,
     )
-    from dflash_moe.cli.llama_program import ended_by_signals
+    from dflash_moe.cli.llama_program import ENDING
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.cli.llama_run import SupervisedRun, not_asked
     from dflash_moe.config import resolve_settings
     from dflash_moe.runtime.handover_plan import check_topology
     from dflash_moe.runtime.placed_experts import PlacedExperts
+    from dflash_moe.telemetry.stop_signals import exit_by_signals
 
     if overrides.get("profile"):
         options.say("--profile: only hosts in Python record timelines; --json has a program's counters")
@@ -135,7 +136,7 @@ def _run(
     if json_out is not None and json_out.is_file():
         # A run that fails before it counts must not leave the counters of a former one.
         json_out.unlink()
-    with ended_by_signals(), ExitStack() as closing:
+    with exit_by_signals(ENDING), ExitStack() as closing:
         closing.callback(placed.fleet.close)
         with loading_shown() as on_loading:
             placed.start(on_loading)

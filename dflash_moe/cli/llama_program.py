@@ -26,8 +26,10 @@ TICK_S = 0.25
 END_S = 30.0
 # SIGKILL is certain, and only uninterruptible I/O could delay the end.
 REAP_S = 5.0
+# Without a program these end this process, as Ctrl-C does by itself.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 # These are handed on. Ctrl-C reaches the program by itself where both share a terminal.
-PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+PASSED_ON = (*ENDING, signal.SIGINT)
 
 
 def find_program(name: str) -> str:
@@ -108,23 +110,6 @@ class Program:
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Turns signals that would end this process at once into SystemExit within the block, so that
-    what it has made is removed. Ctrl-C does so by itself.
-    """
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    former = {number: signal.signal(number, end) for number in PASSED_ON if number != signal.SIGINT}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def exit_code(status: int) -> int:

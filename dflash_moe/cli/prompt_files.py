@@ -10,9 +10,11 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.named_files import open_named
 from dflash_moe.config.values import did_you_mean
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, shown
@@ -55,9 +57,11 @@ def given_prompts(prompt: str | None, prompt_file: Path | None, params: Sampling
         return GivenPrompts((GivenPrompt(_encodable(prompt, "--prompt"), params, "--prompt"),))
     origin = f"--prompt-file {prompt_file}"
     try:
-        text = prompt_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{origin}: cannot be read as UTF-8 text ({error})") from None
+        with TextIOWrapper(open_named(prompt_file), encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{origin}: cannot be read as UTF-8 text: {reason}; name a text file, or use --prompt") from None
     if not _has_lines(prompt_file, text):
         return GivenPrompts((GivenPrompt(text, params, origin),))
     return GivenPrompts(tuple(_read_lines(str(prompt_file), text, params)), are_lines=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import ConfigError, shown
 
 # A receipt of 16 positions of a model of 1,000 layers has 2 MB.
@@ -32,10 +33,11 @@ class Fields:
     def load(cls, path: Path) -> Fields:
         """Reads a file."""
         try:
-            with path.open("rb") as file:
+            with open_named(path) as file:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); give the file that `generate --receipt` wrote") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{path}: cannot be read ({reason}); give the file that `generate --receipt` wrote") from None
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path}: has more than {MAX_BYTES >> 20} MiB; it is no receipt of `generate --receipt`")
         try:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import CheckpointError, shown
 from dflash_moe.model.gguf_header import is_gguf
 from dflash_moe.model.refusals import is_file
@@ -104,7 +105,7 @@ def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     file.
     """
     try:
-        with path.open("rb") as stream:
+        with open_named(path) as stream:
             text = stream.read(max_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import CheckpointError
 from dflash_moe.model.stored_tensor import TensorInfo
 
@@ -72,7 +73,7 @@ def read_gguf_header(path: Path, file: int) -> GgufHeader:
     CheckpointError naming the file and the tensor or key that is wrong.
     """
     try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_named(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).header(file)
     except (OSError, ValueError) as error:
         # Mapping an empty file is a ValueError.
@@ -84,7 +85,7 @@ def is_gguf(path: Path) -> bool:
     if path.suffix == ".gguf":
         return path.is_file()
     try:
-        with path.open("rb") as stream:
+        with open_named(path) as stream:
             return stream.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

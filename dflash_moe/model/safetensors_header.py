@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import CheckpointError, shown
 from dflash_moe.model.stored_tensor import TensorInfo
 
@@ -37,7 +38,7 @@ def read_header(path: Path, file: int) -> dict[str, TensorInfo]:
     CheckpointError naming the file and the tensor that is wrong.
     """
     try:
-        with path.open("rb") as stream:
+        with open_named(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             if len(prefix) < 8:

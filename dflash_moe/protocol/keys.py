@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import stat
 from pathlib import Path
 
+from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.auth import KEY_BYTES
+
+# A key that was drawn has fewer different bytes with a chance of 2^-122.
+LEAST_DIFFERENT = 8
 
 
 def write_key_file(path: Path) -> None:
@@ -39,17 +42,18 @@ def write_key_file(path: Path) -> None:
 
 def read_key_file(path: Path) -> bytes:
     """Returns the key of 32 bytes. Raises ConfigError when the file is missing, readable by others,
-    of another user, or does not hold 64 hexadecimal digits.
+    of another user, or does not hold 64 hexadecimal digits, or so few different ones that they
+    were not drawn.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_named(path)
     except OSError as error:
-        raise ConfigError(f"key file {path} cannot be read: {error.strerror}; `dflash-moe key make {path}` makes one") from None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise ConfigError(f"key file {path} is not a regular file; `dflash-moe key make FILE` makes one")
-    with os.fdopen(descriptor, "rb") as file:
+        to_make = path if isinstance(error, FileNotFoundError) else "FILE"
+        raise ConfigError(
+            f"key file {path} cannot be read: {error.strerror}; `dflash-moe key make {to_make}` makes one"
+        ) from None
+    with file:
+        status = os.fstat(file.fileno())
         if status.st_mode & 0o077:
             mode = f"{status.st_mode & 0o777:04o}"
             raise ConfigError(f"key file {path} has mode {mode}; only its owner may read it: chmod 600 {path}")
@@ -66,4 +70,8 @@ def read_key_file(path: Path) -> bytes:
     if len(key) != KEY_BYTES:
         digits = 2 * KEY_BYTES
         raise ConfigError(f"key file {path} must hold {digits} hexadecimal digits; `dflash-moe key make FILE` writes one")
+    if len(set(key)) < LEAST_DIFFERENT:
+        raise ConfigError(
+            f"key file {path} repeats a few digits, which anybody can guess; `dflash-moe key make FILE` writes a random key"
+        )
     return key

@@ -40,7 +40,7 @@ from dflash_moe.runtime.threads import ThreadPlan, plan_with, plan_without
 from dflash_moe.runtime.transports import check_paths, choose_transport
 from dflash_moe.topology import Topology, WorkerSpec
 from dflash_moe.topology.numerics import CLASSES, possible_classes
-from dflash_moe.topology.parse import MAX_WORKERS, check_local, parse_worker
+from dflash_moe.topology.parse import MAX_WORKERS, parse_worker
 
 if TYPE_CHECKING:
     from dflash_moe import _core
@@ -359,7 +359,6 @@ def read_spec(wanted: WorkerSpec | Mapping[str, Any] | str) -> WorkerSpec:
     worker, or as YAML text of one. Raises ConfigError and TopologyError.
     """
     if isinstance(wanted, WorkerSpec):
-        check_local([wanted])
         return wanted
     if isinstance(wanted, Mapping):
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, shown
 
 STARTED_WORDS = ("loopback", "unix", "tcp")
 # Linux has 108 bytes for the path of a socket, with the zero that ends it.
@@ -61,6 +61,8 @@ def parse_address(text: str | None) -> Address:
     """
     if text is None:
         return Address("shared")
+    if not isinstance(text, str):
+        raise ConfigError(f"address {shown(text)} is not one of {_FORMS}")
     if text in STARTED_WORDS:
         return Address(text)
     if text.startswith("unix://"):

@@ -21,17 +21,24 @@ from dflash_moe.config import (
     parse_budget,
     parse_bytes,
 )
+from dflash_moe.config.named_files import open_named
 from dflash_moe.config.settings import FALLBACKS, OPERATORS, PRESETS
 from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.topology.addresses import parse_address
 from dflash_moe.topology.sections import parse_section
 from dflash_moe.topology.spec import (
+    BACKENDS,
     CPUS_WORDS,
     EVERY_LAYER,
-    HOST,
+    GPU_BACKENDS,
+    MAX_CPU,
+    MAX_DEVICE,
+    WEIGHTS,
+    WEIGHTS_LAYOUTS,
     Emulate,
     ExpertSelection,
+    FieldError,
     HostSpec,
     PlacementSpec,
     WorkerSpec,
@@ -43,16 +50,10 @@ MAX_WORKERS = 256
 # Local ids and counts of experts are u16 on the wire, so that a layer has at most 65,535 experts.
 MAX_EXPERT_ID = 65_534
 MAX_LAYER = 4095
-MAX_DEVICE = 255
-MAX_CPU = 65_535
 MAX_DELAY_MS = 60_000.0
 MAX_MBIT_S = 10_000_000.0
 MAX_SLOWDOWN = 1000.0
 
-BACKENDS = ("cpu", "cuda", "hip", "sim")
-GPU_BACKENDS = ("cuda", "hip")
-WEIGHTS = ("auto", "int8", "int4")
-WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
 ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "failure", "audit", "placement", "workers")
@@ -73,8 +74,6 @@ EMULATE_LIMITS = {
     "slowdown": (1.0, MAX_SLOWDOWN),
 }
 
-NAME_FORM = "1..63 letters, digits, '_', '-', '.', the first a letter or digit"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", re.ASCII)
 _DEVICE = re.compile(r"(?:auto|cpu|(?:cuda|hip|sim):[0-9]{1,3})", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 
@@ -99,10 +98,11 @@ def load_topology(path: Path) -> TopologyParts:
     starts with `file:line:`.
     """
     try:
-        with path.open("rb") as file:
+        with open_named(path) as file:
             content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise TopologyError(f"{path}:1: the topology file cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TopologyError(f"{path}:1: the topology file cannot be read: {reason}; name a file of YAML") from None
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -143,18 +143,12 @@ def parse_worker(text: str, source: str) -> WorkerSpec:
     return _worker(compose(text, source), "explicit")
 
 
-def check_local(workers: Sequence[WorkerSpec]) -> None:
-    """Checks workers that were made in Python by the rules for a file. Raises ConfigError."""
+def check_workers(workers: Sequence[WorkerSpec]) -> None:
+    """Checks together workers that were made in Python, each of which has checked itself. Raises
+    ConfigError.
+    """
     if not 1 <= len(workers) <= MAX_WORKERS:
         raise ConfigError(f"{len(workers)} workers; allowed: 1..{MAX_WORKERS}")
-    for worker in workers:
-        if problem := _name_problem(worker.name):
-            raise ConfigError(problem)
-        if worker.threads is not None and not 1 <= worker.threads <= MAX_THREADS:
-            raise ConfigError(f"threads={worker.threads} is not allowed; allowed: 1..{MAX_THREADS}")
-        if worker.memory is not None and not 1 <= worker.memory <= MAX_BYTES:
-            raise ConfigError(f"memory={worker.memory} is not allowed; allowed: 1..{MAX_BYTES} bytes")
-        parse_address(worker.address)
     if len({worker.name for worker in workers}) < len(workers):
         raise ConfigError("two workers have the same name; give each its own")
 
@@ -227,37 +221,26 @@ def _worker(value: Value, policy: str) -> WorkerSpec:
     fields = value.fields(WORKER_KEYS)
     if "name" not in fields:
         raise value.error(f"{value.path} has no name; every worker needs one")
-    raw_name = fields["name"].scalar()
-    name = str(raw_name) if isinstance(raw_name, str | int) and not isinstance(raw_name, bool) else ""
-    if problem := _name_problem(name or repr(raw_name)):
-        raise fields["name"].error(problem)
-    backend = fields["backend"].choice(BACKENDS) if "backend" in fields else "cpu"
-    return WorkerSpec(
-        name,
-        backend,
-        fields["threads"].whole(1, MAX_THREADS) if "threads" in fields else None,
-        _bytes(fields["memory"], 1, SIZE_FORMS) if "memory" in fields else None,
-        _device(fields, backend, name),
-        _address(fields["address"]) if "address" in fields else None,
-        _experts(fields["experts"], policy, name) if "experts" in fields else None,
-        _emulate(fields["emulate"]) if "emulate" in fields else None,
-        _simulate(fields, backend, name, value),
-        value.line,
-        fields["weights"].choice(WEIGHTS) if "weights" in fields else "auto",
-        fields["activations"].choice(ACTIVATIONS) if "activations" in fields else None,
-        _cpus(fields["cpus"], name) if "cpus" in fields else "auto",
-        _weights_layout(fields, backend, name) if "weights_layout" in fields else "auto",
-    )
-
-
-def _weights_layout(fields: dict[str, Value], backend: str, name: str) -> str:
-    value = fields["weights_layout"]
-    layout = value.choice(WEIGHTS_LAYOUTS)
-    if layout == "mapped" and backend != "cpu":
-        raise value.error(f"{value.path}: worker {name} has backend {backend}; only cpu computes from the mapped checkpoint")
-    if layout == "mapped" and "weights" in fields and fields["weights"].choice(WEIGHTS) != "auto":
-        raise value.error(f"{value.path}: worker {name} keeps weights made at load; mapped needs weights: auto")
-    return layout
+    name = fields["name"].word()
+    try:
+        return WorkerSpec(
+            name,
+            fields["backend"].choice(BACKENDS) if "backend" in fields else "cpu",
+            fields["threads"].whole(1, MAX_THREADS) if "threads" in fields else None,
+            _bytes(fields["memory"], 1, SIZE_FORMS) if "memory" in fields else None,
+            fields["device"].whole(0, MAX_DEVICE) if "device" in fields else None,
+            _address(fields["address"]) if "address" in fields else None,
+            _experts(fields["experts"], policy, name) if "experts" in fields else None,
+            _emulate(fields["emulate"]) if "emulate" in fields else None,
+            fields["simulate"].choice(GPU_BACKENDS) if "simulate" in fields else None,
+            value.line,
+            fields["weights"].choice(WEIGHTS) if "weights" in fields else "auto",
+            fields["activations"].choice(ACTIVATIONS) if "activations" in fields else None,
+            _cpus(fields["cpus"], name) if "cpus" in fields else "auto",
+            fields["weights_layout"].choice(WEIGHTS_LAYOUTS) if "weights_layout" in fields else "auto",
+        )
+    except FieldError as error:
+        raise fields[error.field].error(str(error)) from None
 
 
 def _cpus(value: Value, name: str) -> str | tuple[int, ...]:
@@ -274,32 +257,6 @@ def _cpus(value: Value, name: str) -> str | tuple[int, ...]:
     if len(set(found)) < len(found):
         raise value.error(f"{value.path}: {str(raw)[:40]!r} lists a CPU of worker {name} twice")
     return tuple(found)
-
-
-def _name_problem(name: str) -> str:
-    if name.lower() == HOST:
-        return f"worker name {name!r} is reserved for the host process; choose another"
-    if not _NAME.fullmatch(name):
-        return f"worker name {name[:80]!r} is not allowed; allowed: {NAME_FORM}"
-    return ""
-
-
-def _device(fields: dict[str, Value], backend: str, name: str) -> int | None:
-    if "device" not in fields:
-        return None
-    if backend not in GPU_BACKENDS:
-        raise fields["device"].error(f"worker {name} has a device, but backend {backend!r}; devices belong to cuda and hip")
-    return fields["device"].whole(0, MAX_DEVICE)
-
-
-def _simulate(fields: dict[str, Value], backend: str, name: str, worker: Value) -> str | None:
-    if backend == "sim":
-        if "simulate" not in fields:
-            raise worker.error(f"worker {name} has backend 'sim' and no simulate; add simulate: cuda or simulate: hip")
-        return fields["simulate"].choice(GPU_BACKENDS)
-    if "simulate" in fields:
-        raise fields["simulate"].error(f"worker {name} has simulate, but its backend is {backend!r}; simulate belongs to sim")
-    return None
 
 
 def _address(value: Value) -> str:

@@ -1,18 +1,30 @@
-"""The parts of a topology: frozen records that placement, runtime and workers read.
+"""The parts of a topology: frozen records that placement, runtime and workers read. A worker's
+record checks itself, whether a file or a program states it.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dflash_moe.config import MemoryBudget
+from dflash_moe.config import ACTIVATIONS, MAX_BYTES, MAX_THREADS, MemoryBudget
+from dflash_moe.errors import ConfigError, shown
 from dflash_moe.topology.addresses import Address, parse_address
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
+BACKENDS = ("cpu", "cuda", "hip", "sim")
+GPU_BACKENDS = ("cuda", "hip")
+WEIGHTS = ("auto", "int8", "int4")
+WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 CPUS_WORDS = ("auto", "none")
+MAX_DEVICE = 255
+MAX_CPU = 65_535
+NAME_FORM = "1..63 letters, digits, '_', '-', '.', the first a letter or digit"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", re.ASCII)
 # The holder of the shards that stay in the host process has this name, and no worker may have it.
 HOST = "host"
 EVERY_LAYER = "*"
@@ -108,9 +120,19 @@ class ExpertSelection:
         return tuple(int(key) for key in self.ids_by_layer if key != EVERY_LAYER)
 
 
+class FieldError(ConfigError):
+    """A field of a worker may not be what it is. `field` is its name."""
+
+    def __init__(self, field_name: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field_name
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker. `line` is where it stands in the topology, 0 if it was made in Python."""
+    """One worker. `line` is where it stands in the topology, 0 if it was made in Python. Making one
+    whose fields are not allowed raises FieldError, or ConfigError for its address.
+    """
 
     name: str
     backend: str = "cpu"
@@ -135,6 +157,11 @@ class WorkerSpec:
     # are packed where that fits `memory`.
     weights_layout: str = "auto"
 
+    def __post_init__(self) -> None:
+        for name, text in _problems(self):
+            raise FieldError(name, text)
+        parse_address(self.address)
+
     @property
     def parsed_address(self) -> Address:
         """The parsed `address`, where None means shared memory."""
@@ -144,3 +171,71 @@ class WorkerSpec:
     def is_started_by_host(self) -> bool:
         """False when the worker is running at its address already."""
         return self.parsed_address.is_started_by_host
+
+
+def _problems(worker: WorkerSpec) -> Iterator[tuple[str, str]]:
+    """Yields the field and a sentence for all that a worker may not be."""
+    name = worker.name
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        yield "name", f"worker name {shown(name)} is not allowed; allowed: {NAME_FORM}"
+    elif name.lower() == HOST:
+        yield "name", f"worker name {name!r} is reserved for the host process; choose another"
+    words: Mapping[str, tuple[object, ...]] = {
+        "backend": BACKENDS, "simulate": (None, *GPU_BACKENDS), "weights": WEIGHTS, "weights_layout": WEIGHTS_LAYOUTS,
+        "activations": (None, *ACTIVATIONS),
+    }  # fmt: skip
+    for key, allowed in words.items():
+        if not _is_among(getattr(worker, key), allowed):
+            yield key, _not_allowed(worker, key, ", ".join(map(str, allowed)))
+    bounds = {"threads": (1, MAX_THREADS), "memory": (1, MAX_BYTES), "device": (0, MAX_DEVICE)}
+    for key, (low, high) in bounds.items():
+        value = getattr(worker, key)
+        if value is not None and not _is_whole(value, low, high):
+            unit = " of bytes" if key == "memory" else ""
+            yield key, _not_allowed(worker, key, f"None, or a whole number{unit}, {low}..{high}")
+    if not _names_cpus(worker.cpus):
+        yield "cpus", _not_allowed(worker, "cpus", "auto, none, or a tuple of different CPUs, such as (0, 1)")
+    for key, kind in (("experts", ExpertSelection), ("emulate", Emulate)):
+        if not isinstance(getattr(worker, key), kind | None):
+            yield key, _not_allowed(worker, key, f"None, or an object of class {kind.__name__}")
+    yield from _contradictions(worker)
+
+
+def _contradictions(worker: WorkerSpec) -> Iterator[tuple[str, str]]:
+    """Yields the fields that do not fit others."""
+    who, backend = f"worker {worker.name}", worker.backend
+    if worker.device is not None and backend not in GPU_BACKENDS:
+        yield "device", f"{who} has a device, but backend {backend!r}; devices belong to cuda and hip"
+    if worker.simulate is None and backend == "sim":
+        yield "backend", f"{who} has backend 'sim' and no simulate; add simulate: cuda or simulate: hip"
+    if worker.simulate is not None and backend != "sim":
+        yield "simulate", f"{who} has simulate, but its backend is {backend!r}; simulate belongs to sim"
+    if worker.weights_layout == "mapped" and backend != "cpu":
+        yield "weights_layout", f"{who} has backend {backend}; only cpu computes from the mapped checkpoint"
+    if worker.weights_layout == "mapped" and worker.weights != "auto":
+        yield "weights_layout", f"{who} keeps weights made at load; mapped needs weights: auto"
+
+
+def _not_allowed(worker: WorkerSpec, key: str, allowed: str) -> str:
+    return f"worker {worker.name}: {key} {shown(getattr(worker, key))} is not allowed; allowed: {allowed}"
+
+
+def _is_among(value: object, allowed: Collection[object]) -> bool:
+    return (value is None or isinstance(value, str)) and value in allowed
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    try:
+        # Integers of NumPy count as integers here.
+        return not isinstance(value, bool) and low <= operator.index(value) <= high  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def _names_cpus(value: object) -> bool:
+    if isinstance(value, str):
+        return value in CPUS_WORDS
+    return (
+        isinstance(value, tuple) and bool(value) and all(_is_whole(cpu, 0, MAX_CPU) for cpu in value)
+        and len(set(value)) == len(value)
+    )  # fmt: skip

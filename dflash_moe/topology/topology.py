@@ -15,7 +15,7 @@ from typing import Any
 from dflash_moe.config import Settings
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS, class_on
-from dflash_moe.topology.parse import check_local, load_topology, parse_topology
+from dflash_moe.topology.parse import check_workers, load_topology, parse_topology
 from dflash_moe.topology.spec import HOST, HostSpec, PlacementSpec, WorkerSpec
 
 # The source of a topology that was fitted to the machine (placement/fit.py) and that nobody wrote.
@@ -69,7 +69,7 @@ class Topology:
         """
         names = [f"w{index}" for index in range(num_workers)] if names is None else list(names)
         workers = tuple(WorkerSpec(name, threads=threads, memory=memory, address=address) for name in names)
-        check_local(workers)
+        check_workers(workers)
         return Topology(workers, source="<local>")
 
     def worker(self, name: str) -> WorkerSpec:

@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ MAX_DEPTH = 16
 MAX_INTEGER = 1 << 63
 _TAG = "tag:yaml.org,2002:"
 _NUMBER_TAGS = (f"{_TAG}int", f"{_TAG}float")
+# YAML 1.1 takes 0777 to the base 8, and 1__ and 0x10 for numbers too.
+_DECIMAL = re.compile(r"[-+]?(?:0|[1-9][0-9]*)", re.ASCII)
+_FLOAT = re.compile(r"[^_]*", re.ASCII)
 _TEXT_TAGS = (f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value")
 
 
@@ -89,6 +93,11 @@ class Value:
             raise self.error(f"{self.path}: {shown(node.value)} is a number to the base 60 in YAML; put it in quotes")
         constructor = yaml.constructor.SafeConstructor()
         is_whole = node.tag == f"{_TAG}int"
+        if not (_DECIMAL if is_whole else _FLOAT).fullmatch(node.value):
+            raise self.error(
+                f"{self.path}: {shown(node.value)} is no plain decimal number, and YAML would read another one than it looks "
+                "like; write digits alone, the first of which is not 0"
+            )
         number: int | float
         try:
             number = int(constructor.construct_yaml_int(node)) if is_whole else float(constructor.construct_yaml_float(node))
@@ -102,8 +111,20 @@ class Value:
         """Returns the scalar, which must be text."""
         value = self.scalar()
         if not isinstance(value, str):
-            raise self.error(f"{self.path} must be text, found {shown(value)}")
+            raise self._no_text(value)
         return value
+
+    def word(self) -> str:
+        """Returns the scalar as it is written. It must be text, or a whole number."""
+        value = self.scalar()
+        if not isinstance(value, str) and (isinstance(value, bool) or not isinstance(value, int)):
+            raise self._no_text(value)
+        return str(self._node.value)
+
+    def _no_text(self, value: object) -> TopologyError:
+        written, read = str(self._node.value)[:80], shown(value)
+        found = written if read == written else f"{written}, which YAML reads as {read}"
+        return self.error(f"{self.path} must be text, found {found}; put it in quotes")
 
     def choice(self, allowed: Iterable[str]) -> str:
         """Returns the scalar in lower case, which must then be one of `allowed`."""

@@ -162,8 +162,8 @@ class Listener:
         self._key = key
         self._path = path
         self._mailbox: Mailbox | None = None
-        # The queue has room for one caller and for the None that `close` puts there.
-        self._callers: queue.Queue[Caller | None] = queue.Queue(maxsize=2)
+        # One caller at most, because of the lock below, and None from `stop` and `close`.
+        self._callers: queue.SimpleQueue[Caller | None] = queue.SimpleQueue()
         # The lock is held from the acceptance of a control connection, which is `_served`, to the
         # end of its session.
         self._has_caller = threading.Lock()
@@ -193,9 +193,9 @@ class Listener:
         self._mailbox = mailbox
 
     def next_caller(self) -> Caller | None:
-        """Waits for a host and returns its connection, or None once the listener was closed. The
-        wait has no limit, because it is a worker's life between two sessions. The caller ends the
-        session with `end_session()` before it asks again.
+        """Waits for a host and returns its connection, or None once the listener was stopped or
+        closed. The wait has no limit, because it is a worker's life between two sessions. The
+        caller ends the session with `end_session()` before it asks again.
         """
         return self._callers.get()
 
@@ -204,6 +204,18 @@ class Listener:
         self._mailbox = self._served = None
         with contextlib.suppress(RuntimeError):
             self._has_caller.release()
+
+    def stop(self) -> None:
+        """Ends the session that is served, and has `next_caller` return None. Any thread may call;
+        it may be called again.
+        """
+        # A host that comes after this line finds None before it in the queue.
+        self._callers.put(None)
+        served, mailbox = self._served, self._mailbox
+        if served is not None:
+            served.hang_up()
+        if mailbox is not None:
+            mailbox.close()
 
     def close(self) -> None:
         """Stops accepting and closes the socket. It may be called again."""
@@ -217,8 +229,7 @@ class Listener:
         if self._path:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-        with contextlib.suppress(queue.Full):
-            self._callers.put_nowait(None)
+        self._callers.put(None)
 
     def _accept_loop(self) -> None:
         self._sock.setblocking(False)
@@ -324,7 +335,7 @@ class Listener:
         self._end_former(mailbox, peer)
         if self._has_caller.acquire(timeout=PARTING_S):
             self._served = connection
-            self._callers.put_nowait(Caller(connection, peer))
+            self._callers.put(Caller(connection, peer))
         else:
             connection.send(busy_refusal(self._worker), deadline=time.monotonic() + 1.0)
             connection.close()

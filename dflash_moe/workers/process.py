@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -26,6 +25,7 @@ from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.telemetry.logs import set_up_worker_logging
 from dflash_moe.telemetry.machine import usable_cores
+from dflash_moe.telemetry.stop_signals import told_by_signals
 from dflash_moe.topology.addresses import Address
 from dflash_moe.workers import lifeline
 from dflash_moe.workers.listener import Caller, Listener, open_listener, open_tcp_listener
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 # The key must come within this time. The host wrote it before it started this process.
 KEY_PIPE_S = 10.0
+# A shell reports this for Ctrl-C; SIGTERM is the same wish here.
+EXIT_INTERRUPTED = 130
 
 
 def run_started_worker(*, name: str, model: Path, control_fd: int, key_fd: int, parent_pid: int) -> int:
@@ -109,23 +111,19 @@ def run_hand_started_worker(
     resident = ResidentWeights(0.0 if is_once else keep_s)
     # The listener is opened first, so that what is wrong with its address is known at once.
     listener = open_listener(address, worker=name, key=key, buffer_bytes=buffer_bytes, encryption=encryption)
-    previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
-        on_ready(Address(address.kind, host=address.host, port=listener.port, path=address.path))
-        while (caller := listener.next_caller()) is not None:
-            log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener, resident))
-            listener.end_session()
-            # Weights that are not kept are freed before those of the next host come.
-            gc.collect()
-            if is_once:
-                break
-        return 0
-    except KeyboardInterrupt:
-        return 130
+        with told_by_signals(listener.stop) as stopped:
+            identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
+            on_ready(Address(address.kind, host=address.host, port=listener.port, path=address.path))
+            while (caller := listener.next_caller()) is not None:
+                log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener, resident))
+                listener.end_session()
+                # Weights that are not kept are freed before those of the next host come.
+                gc.collect()
+                if is_once:
+                    break
+        return EXIT_INTERRUPTED if stopped.is_set() else 0
     finally:
-        for number, handler in previous:
-            signal.signal(number, handler)
         listener.close()
         resident.drop()
 
@@ -168,7 +166,3 @@ def _tell(connection: Connection, error: DflashError) -> None:
         connection.send(to_refusal(error), deadline=time.monotonic() + 1.0)
     except DflashError:
         log.info("the host hung up before it could be told")
-
-
-def _raise_interrupt(_number: int, _frame: Any) -> None:
-    raise KeyboardInterrupt

@@ -62,8 +62,10 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0
 # Data and pulse connections follow their Attach at once, and are awaited for this time.
 ATTACH_S = 5.0
-# A host has this time to its first load or attach. With its default time-outs that is ten times as
-# long as one phase of its start may take.
+# An authenticated host greets at once. Who says nothing for so long is no host that starts.
+HELLO_S = 30.0
+# A host that has greeted has this time to its first load or attach. With its default time-outs that
+# is ten times as long as one phase of its start may take.
 PATIENCE_S = 600.0
 # Progress is sent this often while loading. The contract is 0.5 s.
 PROGRESS_EVERY_S = 0.3
@@ -109,8 +111,8 @@ class WorkerSession:
     identity: WorkerIdentity
     mailbox: Mailbox
     listen: Callable[[int], int]
-    # An authenticated host may take so many seconds to its first load or attach. A host that
-    # started this process has 0, and may take as long as it lives.
+    # A host that has greeted may take so many seconds to its first load or attach, and has HELLO_S
+    # at most to greet. One that started this process has 0, and may take as long as it lives.
     patience_s: float = 0.0
     # Where the weights stay between this session and the next; by itself it keeps none.
     resident: ResidentWeights = field(default_factory=ResidentWeights)
@@ -126,7 +128,7 @@ class WorkerSession:
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
-    # The first load or attach must come by then; None means that it has come.
+    # The hello must come by then, and after it the first load or attach; None: all of it has come.
     _deadline: float | None = None
 
     def run(self) -> str:
@@ -134,14 +136,14 @@ class WorkerSession:
         does.
         """
         if self.patience_s:
-            self._deadline = time.monotonic() + self.patience_s
+            self._deadline = time.monotonic() + min(HELLO_S, self.patience_s)
         try:
             while not self._is_over:
-                # Until the first load or attach the worker waits for `patience_s`, since it serves
+                # Until the first load or attach the worker does not wait for ever, since it serves
                 # nobody else meanwhile. Afterwards it waits as long as the host lives: a host may
                 # be idle for days, a hang-up ends the wait, and so does keep-alive for a host that
                 # vanished without one.
-                message = self.connection.receive(deadline=self._deadline, waiting_for="the host's first load or attach")
+                message = self.connection.receive(deadline=self._deadline, waiting_for="what a host asks for")
                 self._answer(message)
             return "the host said goodbye"
         except PeerGone:
@@ -155,7 +157,10 @@ class WorkerSession:
 
     def _give_up(self) -> str:
         """Ends the session of a host that holds the worker and uses nothing of it."""
-        reason = f"the host neither loaded nor attached anything within {self.patience_s:g} s; the worker is free for another"
+        missed = f"neither loaded nor attached anything within {self.patience_s:g} s"
+        if self._worker is None:
+            missed = f"did not greet within {min(HELLO_S, self.patience_s):g} s"
+        reason = f"the host {missed}; the worker is free for another"
         log.warning("session ends: %s", reason)
         self._send_quietly(to_refusal(WorkerTimeout(f"worker {self.identity.name}: {reason}")))
         return reason

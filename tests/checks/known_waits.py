@@ -307,10 +307,14 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/telemetry/logs.py": {
         "lock self._lock": "bounded: held over a read of at most 4 KiB of memory, or the close of its descriptor",
     },
+    "dflash_moe/telemetry/stop_signals.py": {
+        "call os.read": "bounded: it waits for signals for as long as its block lasts, whose end closes the other end",
+        "call watching.join": "bounded: the pipe that it reads was closed a line before",
+    },
     "dflash_moe/workers/listener.py": {
         "call poller.poll": "bounded: a worker waits for hosts for as long as it lives; close() ends the polled pipe",
         "call probe.connect": "bounded: the probing socket has a timeout of one second",
-        "call self._callers.get": "bounded: a worker waits for hosts for as long as it lives; close() puts None",
+        "call self._callers.get": "bounded: a worker waits for hosts for as long as it lives; stop() and close() put None",
         "call self._sock.accept": "bounded: the listening socket is non-blocking",
         "lock self._lock": "straight: counts the lines that are withheld, and logs after it was given up",
     },

@@ -88,6 +88,18 @@ def test_a_malformed_or_missing_key_file_is_refused(tmp_path: Path, content: str
         read_key_file(path)
 
 
+@pytest.mark.parametrize("content", ["00" * 32, "ff" * 32, "0123456789abcd" * 4 + "01234567"], ids=["zeros", "ones", "digits"])
+def test_a_key_that_nobody_drew_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError) as caught:
+        read_key_file(path)
+    assert str(caught.value) == (
+        f"key file {path} repeats a few digits, which anybody can guess; `dflash-moe key make FILE` writes a random key"
+    )
+
+
 def test_errors_keep_their_class_across_the_wire_and_foreign_ones_become_worker_errors() -> None:
     for cls in set(ERROR_CLASSES.values()):
         assert type(to_error(to_refusal(cls("why\x1b[31m")), worker="w3")) is cls
@@ -99,5 +111,5 @@ def test_errors_keep_their_class_across_the_wire_and_foreign_ones_become_worker_
 
 
 def test_a_directory_as_key_file_is_refused_by_its_name(tmp_path):
-    with pytest.raises(ConfigError, match=f"key file {tmp_path} is not a regular file"):
+    with pytest.raises(ConfigError, match=f"key file {tmp_path} cannot be read: it is a folder and not a regular file"):
         read_key_file(tmp_path)

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_moe import _core
 from dflash_moe.config import ACTIVATIONS, BLOCK_TOKENS, MemoryBudget, Settings, resolve_settings
 from dflash_moe.errors import ConfigError, TopologyError
-from dflash_moe.topology import Topology
+from dflash_moe.topology import Topology, WorkerSpec
 from dflash_moe.topology.numerics import CLASSES, class_on, possible_classes
 from dflash_moe.topology.parse import MAX_EXPERT_ID, MAX_FILE_BYTES, MAX_LAYER, MAX_WORKERS
 from dflash_moe.topology.write import to_yaml
@@ -141,11 +142,27 @@ WRONG = [
     (HEAD + "workers: [{name: -a}]\n", 2, "worker name '-a' is not allowed"),
     (HEAD + f"workers: [{{name: {'x' * 64}}}]\n", 2, "is not allowed; allowed: 1..63"),
     (HEAD + "workers: [{name: [w0]}]\n", 2, "single value"),
+    (
+        HEAD + "workers:\n- backend: cpu\n  name: NO\n",
+        4,
+        "workers[0].name must be text, found NO, which YAML reads as False; put it",
+    ),
+    (HEAD + "workers: [{name: 1.0}]\n", 2, "workers[0].name must be text, found 1.0; put it in quotes"),
+    (HEAD + "workers: [{name: 0777}]\n", 2, "workers[0].name: '0777' is no plain decimal number"),
     (HEAD + "workers: [{name: Host}]\n", 2, "worker name 'Host' is reserved for the host process"),
     (HEAD + "workers:\n- {name: a}\n- {name: a}\n", 4, "worker name 'a' is also on line 3"),
     (HEAD + "workers: [{name: a, backend: cpus}]\n", 2, "allowed: cpu, cuda, hip, sim; did you mean 'cpu'?"),
     (HEAD + "workers: [{name: a, threads: 1025}]\n", 2, "1..1024"),
     (HEAD + "workers: [{name: a, memory: 0}]\n", 2, "workers[0].memory: 0 is not allowed"),
+    (
+        HEAD + "workers: [{name: a, memory: 0777}]\n",
+        2,
+        "workers[0].memory: '0777' is no plain decimal number, and YAML would read",
+    ),
+    (HEAD + "workers: [{name: a, memory: 1__}]\n", 2, "write digits alone, the first of which is not 0"),
+    (HEAD + "workers: [{name: a, memory: 0x10}]\n", 2, "workers[0].memory: '0x10' is no plain decimal number"),
+    (HEAD + "workers: [{name: a, threads: 010}]\n", 2, "workers[0].threads: '010' is no plain decimal number"),
+    (HEAD + "failure: {park_s: 1_0.5}\n" + ONE, 2, "failure.park_s: '1_0.5' is no plain decimal number"),
     (HEAD + "workers: [{name: a, memory: 8G}]\n", 2, "'8G' is not allowed; allowed: bytes, or a number with KiB"),
     (HEAD + "workers: [{name: a, memory: 50%}]\n", 2, "'50%' is not allowed"),
     (HEAD + "workers: [{name: a, device: 0}]\n", 2, "worker a has a device, but backend 'cpu'"),
@@ -242,6 +259,48 @@ def test_an_expert_beyond_the_layer_is_named():
     topology = Topology.parse(HEAD + "placement: {policy: explicit}\nworkers: [{name: w0, experts: {'*': 0-7}}]")
     with pytest.raises(ValueError, match="expert 7 does not exist in layer 2, which has experts 0-3"):
         topology.workers[0].experts.for_layer(2, 4)
+
+
+CPUS = "is not allowed; allowed: auto, none, or a tuple of different CPUs, such as (0, 1)"
+# fields of a WorkerSpec, and the whole message
+WRONG_SPECS: list[tuple[dict[str, Any], str]] = [
+    ({"name": ""}, "worker name '' is not allowed; allowed: 1..63 letters, digits, '_', '-', '.', the first a letter or digit"),
+    ({"name": 3}, "worker name 3 is not allowed; allowed: 1..63 letters, digits, '_', '-', '.', the first a letter or digit"),
+    ({"threads": "2"}, "worker a: threads '2' is not allowed; allowed: None, or a whole number, 1..1024"),
+    ({"threads": True}, "worker a: threads True is not allowed; allowed: None, or a whole number, 1..1024"),
+    (
+        {"memory": "8GiB"},
+        "worker a: memory '8GiB' is not allowed; allowed: None, or a whole number of bytes, 1..1125899906842624",
+    ),
+    ({"weights_layout": "zz"}, "worker a: weights_layout 'zz' is not allowed; allowed: auto, packed, mapped"),
+    ({"weights": ["int8"]}, "worker a: weights ['int8'] is not allowed; allowed: auto, int8, int4"),
+    ({"activations": "f64"}, f"worker a: activations 'f64' is not allowed; allowed: None, {', '.join(ACTIVATIONS)}"),
+    ({"backend": "cpus"}, "worker a: backend 'cpus' is not allowed; allowed: cpu, cuda, hip, sim"),
+    ({"cpus": "zz"}, f"worker a: cpus 'zz' {CPUS}"),
+    (
+        {"cpus": (1, 1)},
+        "worker a: cpus (1, 1) is not allowed; allowed: auto, none, or a tuple of different CPUs, such as (0, 1)",
+    ),
+    ({"experts": "0-3"}, "worker a: experts '0-3' is not allowed; allowed: None, or an object of class ExpertSelection"),
+    ({"address": 7171}, "address 7171 is not one of loopback, unix, tcp, tcp://HOST:PORT or unix:///PATH"),
+    ({"device": 0}, "worker a has a device, but backend 'cpu'; devices belong to cuda and hip"),
+    (
+        {"backend": "cuda", "weights_layout": "mapped"},
+        "worker a has backend cuda; only cpu computes from the mapped checkpoint",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), WRONG_SPECS)
+def test_a_worker_that_a_program_makes_obeys_the_rules_of_a_file(fields, says):
+    with pytest.raises(ConfigError) as caught:
+        WorkerSpec(**{"name": "a", **fields})
+    assert str(caught.value) == says
+
+
+def test_a_name_that_yaml_takes_for_a_number_is_kept_as_it_is_written():
+    topology = Topology.parse(HEAD + "workers: [{name: 12}, {name: 'NO'}, {name: '1.0'}, {name: 2020-01-01}]")
+    assert [worker.name for worker in topology.workers] == ["12", "NO", "1.0", "2020-01-01"]
 
 
 WRONG_LOCAL = [

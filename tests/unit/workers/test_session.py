@@ -40,6 +40,7 @@ from dflash_moe.protocol.messages import (
     compress_experts,
 )
 from dflash_moe.protocol.schema import Message
+from dflash_moe.workers import session as sessions
 from dflash_moe.workers.mailbox import Mailbox
 from dflash_moe.workers.session import WorkerIdentity, WorkerSession, _DataPath
 from tests.expert_cases import make_checkpoint, tiny_spec
@@ -240,10 +241,28 @@ def test_a_checksum_is_told_of_a_held_shard_only(tmp_path: Path) -> None:
         host.end()
 
 
-def test_a_host_that_uses_nothing_of_the_worker_loses_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    host = Host(make_checkpoint(tmp_path / "tiny"), patience_s=0.2)
+def test_an_authenticated_host_that_says_nothing_loses_the_worker_long_before_one_that_has_greeted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sessions.HELLO_S == 30.0 < sessions.PATIENCE_S
+    monkeypatch.setattr(sessions, "HELLO_S", 0.2)
+    host = Host(make_checkpoint(tmp_path / "tiny"), patience_s=600.0)
     try:
         with caplog.at_level(logging.WARNING):
+            told = host.connection.receive(deadline=time.monotonic() + 30, waiting_for="the end of its patience")
+            refused(told, "worker w0: the host did not greet within 0.2 s; the worker is free for another")
+            host.thread.join(30)
+        assert "session ends: the host did not greet within 0.2 s" in caplog.text
+    finally:
+        host.end()
+
+
+def test_a_host_that_uses_nothing_of_the_worker_loses_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(make_checkpoint(tmp_path / "tiny"), patience_s=600.0)
+    host.session.patience_s = 0.2
+    try:
+        with caplog.at_level(logging.WARNING):
+            host.hello(start_timeout_s=0.01)
             told = host.connection.receive(deadline=time.monotonic() + 30, waiting_for="the end of its patience")
             refused(told, "worker w0: the host neither loaded nor attached anything within 0.2 s")
             host.thread.join(30)

@@ -1,0 +1,44 @@
+"""Opens the files that a user names: topologies, keys, options, prompts, receipts, results,
+checkpoints.
+
+A name may lead to anything. Opening a FIFO would wait for its writer for ever, and a device may
+have no end, so that only regular files are read.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_named(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading, without waiting whatever it is; the caller closes it.
+    Raises OSError, whose `strerror` says what is there where that is no regular file, and
+    ValueError for a path that no file can have.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nobody can open a socket by its name
+            raise _is_no_file(stat.S_IFSOCK, path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise _is_no_file(stat.S_IFMT(mode), path)
+
+
+def _is_no_file(kind: int, path: str | os.PathLike[str]) -> OSError:
+    return OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')} and not a regular file", os.fspath(path))
