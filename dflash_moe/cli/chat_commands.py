@@ -158,7 +158,7 @@ def _save(session: ChatSession, argument: str) -> bool:
     if not session.history.num_turns and session.history.system is None:
         raise ConfigError("/save: nothing was said yet")
     save_conversation(path, session.history.messages)
-    options.say(f"saved: {session.history.num_turns} questions with their answers, in {path}")
+    options.say(f"saved: {session.turns()}, in {path}")
     return True
 
 
@@ -171,12 +171,12 @@ def _load(session: ChatSession, argument: str) -> bool:
         raise ConfigError(f"{path}: {error}") from None
     session.forget_unsaid()
     system = ", and the system prompt" if session.history.system is not None else ""
-    options.say(f"loaded: {session.history.num_turns} questions with their answers{system}")
+    options.say(f"loaded: {session.turns()}{system}")
     return True
 
 
 def _plan(session: ChatSession, _argument: str) -> bool:
-    for line in session.plan:
+    for line in session.plan or ("nothing was planned: the topology says where the model lies",):
         options.say(line)
     return True
 

@@ -126,10 +126,14 @@ class ChatSession:
         """
         self.files, self._unanswered, self._has_said_left_out = [], None, False
 
+    def turns(self) -> str:
+        """Returns how many questions were answered, as text."""
+        count = self.history.num_turns
+        return f"{count} turn{'s' * (count != 1)}"
+
     def stats(self) -> list[str]:
         """Returns lines on the conversation and the latest answer."""
-        history = self.history
-        lines = [f"conversation: {history.num_turns} turns, {history.num_tokens} tokens"]
+        lines = [f"conversation: {self.turns()}, {self.history.num_tokens} tokens"]
         if self._answers:
             latest = self._answers[-1]
             why = f" ({self._why_anew})" if self._why_anew else ""
