@@ -80,12 +80,13 @@ def chat(
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     stated |= {"max_tokens": max_tokens, "stop": tuple(stop or ()), "seed": seed}
+    sampling_options.sampling_params(**stated)
     is_terminal = not turns and sys.stdin is not None and sys.stdin.isatty() and (sys.stderr.isatty() or sys.stdout.isatty())
     plan = _Plan()
     with ExitStack() as stack:
         with _starting(model) as doing:
-            message = "" if turns or is_terminal else _message(doing)
             found = _read_model(directory, system, stated, stack, doing)
+            message = "" if turns or is_terminal else _message(doing)
             doing.begin("reading what the checkpoint has")
             placed = options.topology_for(topology, directory, overrides)
         terminal = _terminal(no_history) if is_terminal else None

@@ -7,7 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import sys
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from dflash_moe.cli import options
 from dflash_moe.cli.chat_commands import obey
@@ -51,9 +51,8 @@ def take_turns(session: ChatSession) -> None:
     """Takes each line of stdin as a turn, until one leaves or cannot be done: nobody is there to
     correct it. Errors are those of `obey`.
     """
-    stdin = _stdin()
-    while line := stdin.readline(MAX_TEXT_BYTES + 1):
-        if not obey(session, decoded(_checked(line), "stdin")):
+    while raw := _read(is_line=True):
+        if not obey(session, decoded(raw, "stdin")):
             return
 
 
@@ -69,20 +68,20 @@ def piped_message() -> str:
     """Returns the whole of stdin, which is one message. Raises ConfigError where it is empty, or
     larger than any context.
     """
-    text = decoded(_checked(_stdin().read(MAX_TEXT_BYTES + 1)), "stdin").strip("\n")
+    text = decoded(_read(is_line=False), "stdin").strip("\n")
     if not text.strip():
         raise ConfigError("stdin: there is no message; pipe a text in, or start `chat` at a terminal")
     return text
 
 
-def _stdin() -> IO[bytes]:
-    """Returns stdin as bytes, which may be any."""
+def _read(*, is_line: bool) -> bytes:
+    """Returns the next line of stdin, or all of it, which may be any bytes."""
     if sys.stdin is None:
         raise ConfigError("stdin is closed; pipe a message in, or start `chat` at a terminal")
-    return sys.stdin.buffer
-
-
-def _checked(raw: bytes) -> bytes:
+    try:
+        raw = sys.stdin.buffer.readline(MAX_TEXT_BYTES + 1) if is_line else sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"stdin cannot be read: {error.strerror or error}") from None
     if len(raw) > MAX_TEXT_BYTES:
         raise ConfigError(f"stdin: a message has more than {MAX_TEXT_BYTES >> 20} MiB, more than any model reads; shorten it")
     return raw
