@@ -113,11 +113,12 @@ def _write_visible(text: str) -> None:
 
 
 def _live(console: Any, render: Callable[[], Any]) -> Any:
+    """Returns what is drawn anew again and again. Notices, which go to stderr, appear above it."""
     from rich.live import Live
 
     return Live(
         console=console, get_renderable=render, transient=True, refresh_per_second=REFRESHES_PER_S, redirect_stdout=False,
-        redirect_stderr=False,
+        redirect_stderr=True,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 MODEL_PARAMETER = "model"
 # These packages are absent where only workers run.
-HOST_PACKAGES = {"torch", "transformers"}
+HOST_PACKAGES = {"torch", "transformers", "prompt_toolkit"}
 HOST_EXTRA = "dflash-moe[host]"
 
 

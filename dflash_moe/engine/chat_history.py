@@ -101,8 +101,14 @@ class ChatHistory:
         self._tokenizer = tokenizer
         self._system = system
         self._turns: tuple[_Turn, ...] = ()
+        self._undone: _Turn | None = None
         # Why nothing of what was computed before can be the beginning of the next prompt.
         self._why_anew = ""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._tokenizer
 
     @property
     def system(self) -> str | None:
@@ -160,9 +166,14 @@ class ChatHistory:
         """Removes the latest turn and returns its question; None where there is none."""
         if not self._turns:
             return None
-        *kept, last = self._turns
+        *kept, self._undone = self._turns
         self._turns = tuple(kept)
-        return last.question
+        return self._undone.question
+
+    def redo(self) -> None:
+        """Puts back the turn that `undo` has removed; nothing else may have happened since."""
+        if self._undone is not None:
+            self._turns, self._undone = (*self._turns, self._undone), None
 
     def set_system(self, text: str | None) -> None:
         """Replaces the system prompt, or takes it away. Errors are those of the renderer, for a
@@ -174,9 +185,11 @@ class ChatHistory:
     def load(self, messages: Sequence[Message]) -> None:
         """Replaces the conversation by messages with a `role` and a `content` each: at most one
         "system" first, then "user" and "assistant" in turn. Raises ConfigError that names the
-        message which is something else.
+        message which is something else; other errors are those of the renderer, for a template that
+        does not take them.
         """
         system, turns = _system_and_turns(messages)
+        self._renderer.render([*messages, {"role": "user", "content": "Hello"}])
         self._begin_anew(system, tuple(_Turn(question, answer, None) for question, answer in turns), "it was loaded")
 
     def _begin_anew(self, system: str | None, turns: tuple[_Turn, ...], why: str) -> None:
