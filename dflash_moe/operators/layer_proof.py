@@ -24,7 +24,7 @@ from dflash_moe.operators.attention_probe import AttentionCall, set_implementati
 from dflash_moe.operators.blocks import HostLayer
 from dflash_moe.operators.exact_layer import ExactLayer
 from dflash_moe.operators.looks import LookingCache, watched
-from dflash_moe.operators.norms import HostNorm
+from dflash_moe.operators.norms import ExactNorm, HostNorm
 from dflash_moe.operators.paged_attention import check_arguments
 from dflash_moe.operators.probe_experts import ProbeExperts, Routing, are_alike
 from dflash_moe.operators.probes import FACTOR, probe_rows
@@ -96,8 +96,9 @@ class ExactCopy:
 
     @contextmanager
     def enlarged(self) -> Iterator[None]:
-        """Opens a block in which linear layers and experts give `FACTOR` times as much."""
+        """Opens a block in which linear layers, norms and experts give `FACTOR` times as much."""
         modules = [*self.linears, *([] if self.experts is None else [self.experts])]
+        modules += [module for module in self.exact.values() if isinstance(module, ExactNorm)]
         hooks = [module.register_forward_hook(lambda _module, _inputs, out: out * FACTOR) for module in modules]
         try:
             yield
@@ -159,8 +160,8 @@ class LayerProof:
         return f"its own code computes something else at position {positions[found[0]]}" if found else ""
 
     def beyond_limits(self, step: ProbeStep) -> str:
-        """As `at`, with linear layers and experts that give `FACTOR` times as much. `step` has
-        `num_rows` rows.
+        """As `at`, with linear layers, norms and experts that give `FACTOR` times as much. `step`
+        has `num_rows` rows.
         """
         try:
             with self._copied.enlarged():
