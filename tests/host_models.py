@@ -21,12 +21,19 @@ from dflash_moe.model.make import make_checkpoint
 from dflash_moe.testing.families import tiny_options
 
 PROMPT_TOKENS = 83
-# Where longrope changes from its short factors to its long ones.
+# Where longrope changes from its short factors to its long ones, and scaled queries begin.
 ORIGINAL_MAX = 48
 # Every sliding window, which is shorter than a prompt.
 WINDOW = 21
 # What a family's configuration has beside tiny sizes.
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "factor": 128.0,
+            "original_max_position_embeddings": ORIGINAL_MAX, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    },
     "phimoe": {
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": ORIGINAL_MAX,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from dflash_moe.engine.block_hashes import BlockHashes
@@ -26,6 +27,7 @@ from dflash_moe.engine.torch_cache import TorchCache
 from dflash_moe.errors import ConfigError
 from dflash_moe.operators.attention_probe import max_positions
 from dflash_moe.operators.layer_buffers import BufferPool
+from dflash_moe.operators.notable_positions import notable_positions
 
 _PROCESSOR = torch.device("cpu")
 
@@ -178,6 +180,10 @@ class PackedForward:
         self.micro_batches: MicroBatches | None = None
         self.residuals: ResidualTap | None = None
         self.max_positions = max_positions(model.config)
+        # Where modules may begin to compute something else.
+        self.notable_positions = notable_positions(model.config, max(0, self.max_positions - 1))
+        # Set within `standing_at`.
+        self._places: np.ndarray | None = None
 
     def check_length(self, max_tokens: int) -> None:
         """As `Forward.check_length`: the model's positions, and what all pages together hold."""
@@ -243,19 +249,34 @@ class PackedForward:
             raise
         planned.commit(run.kept)
 
+    @contextmanager
+    def standing_at(self, positions: Sequence[int]) -> Iterator[None]:
+        """Opens a block for a proof, in which token i of every sequence stands at `positions[i]`,
+        ascending, and not at i. It still sees the tokens before it, and windows count tokens.
+        """
+        self._places = np.array(positions, np.int64)
+        try:
+            yield
+        finally:
+            self._places = None
+
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _compute(self, rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
         self.cache.begin(step)
+        places, last = None, 0
+        if self._places is not None:
+            step = replace(step, positions=self._places[step.positions])
+            places, last = torch.from_numpy(step.positions), int(self._places[-1])
         if self.residuals is not None:
             self.residuals.begin_step(step.positions)
         lengths = [(entry.sequence.max_tokens, entry.sequence.num_tokens, len(entry.token_ids)) for entry in rows]
         for tables in self.rotary:
-            tables.begin(lengths)
+            tables.begin(lengths, places, last)
         token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
             raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
         wanted = _wanted_rows(rows, step)
-        if self.micro_batches is None:
+        if self.micro_batches is None or places is not None:
             return self.run_rows(token_ids, step, wanted)
         return self.micro_batches.run(self, token_ids, step, wanted)
 

@@ -17,11 +17,12 @@ import torch
 
 from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.forward import Forward, PackedForward, refuse_length
-from dflash_moe.engine.independence import find_dependence
+from dflash_moe.engine.independence import find_dependence, find_far_dependence
 from dflash_moe.engine.kv_budget import KvShape, block_bytes, kv_blocks, most_blocks
 from dflash_moe.engine.micro_batches import MicroBatches
 from dflash_moe.engine.one_sequence import OneSequenceForward
 from dflash_moe.engine.paged_cache import PagedCache
+from dflash_moe.engine.rotary_tables import find_rotary_modules
 from dflash_moe.engine.sequence_run import CachedRun, PagedRun, SequenceRun
 from dflash_moe.engine.take_layers import take_layers
 from dflash_moe.engine.torch_model import page_torch_model
@@ -167,9 +168,16 @@ def open_host_model(
         packed, pages = _pages(model, dtype, pool, probe, latent, kv_memory, kv_dtype, most)
         take_layers(packed, probe, pages, report)
         report.not_independent = find_dependence(packed)
+        if not report.not_independent and packed.loop is None and _has_readers(packed, probe):
+            report.not_independent = find_far_dependence(packed)
     if report.not_independent:
         log.warning("%s: rows depend on their batch: %s", report.class_name, report.not_independent)
     return HostModel(model, report, packed)
+
+
+def _has_readers(packed: PackedForward, probe: AttentionProbe) -> bool:
+    """Says whether something but cosines and sines is computed of positions."""
+    return not probe.position_readers <= set(find_rotary_modules(packed.model))
 
 
 def _take_latent_heads(

@@ -25,17 +25,25 @@ _TOKENS = 37
 _CUTS = ((_TOKENS,), (_TOKENS - 1, 1), (5, _TOKENS - 5))
 # The numbers of tokens of the sequences before and behind it: batches of 2, 17 and 64 sequences, in
 # which it is the first, in the middle and the last.
-_COMPANY: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+_Company = tuple[tuple[int, ...], tuple[int, ...]]
+_COMPANY: tuple[_Company, ...] = (
     ((), (1,)),
     ((16, 3, 1, 1, 2, 40, 1, 1), (23, 1, 1, 5, 1, 1, 1, 2)),
     ((1,) * 63, ()),
 )
+# What is tried at the positions of each part of the notable ones.
+_FAR_CUTS, _FAR_COMPANY = ((_TOKENS,), (5, _TOKENS - 5)), ((16, 1, 2), (40, 1))
 
 
 def find_dependence(packed: PackedForward) -> str:
     """Returns the first module whose output for a row depended on the row's company or on how its
     sequence was cut, with class and dtype; an empty text where none did.
     """
+    return _dependence(packed, _CUTS, (((), ()), *_COMPANY))
+
+
+def _dependence(packed: PackedForward, cuts: Sequence[tuple[int, ...]], company: Sequence[_Company]) -> str:
+    """Looks for a dependence in these cuts and this company."""
     generator = torch.Generator().manual_seed(_SEED)
     vocab_size = packed.vocab_size
 
@@ -48,13 +56,30 @@ def find_dependence(packed: PackedForward) -> str:
         return f"no {_TOKENS} tokens fit the KV cache or the model's positions, so that nothing was proven"
     probe = tokens(_TOKENS)
     alone = _outputs(packed, [probe])
-    for cut, (before, behind) in product(_CUTS, (((), ()), *_COMPANY)):
+    for cut, (before, behind) in product(cuts, company):
         parts = [probe[sum(cut[:place]) : sum(cut[: place + 1])] for place in range(len(cut))]
         others = [tokens(count) for count in _that_fit(packed, (*before, *behind))]
         found = _outputs(packed, parts, others[: len(before)], others[len(before) :])
         different = _compare(packed, alone, found)
         if different:
             return f"{different} {'cut at ' + str(cut[0]) if len(cut) > 1 else 'whole'}, beside {len(others)} other sequences"
+    return ""
+
+
+def find_far_dependence(packed: PackedForward) -> str:
+    """As `find_dependence`, with rows at all notable positions: for a model that reads positions
+    otherwise than by cosines and sines.
+    """
+    others = [count for companions in _FAR_COMPANY for count in companions]
+    size = max(_TOKENS, *others)
+    for begin in range(0, len(packed.notable_positions), _TOKENS):
+        positions = packed.notable_positions[begin:][:size]
+        # A sequence may be longer than there are positions left.
+        positions += [packed.notable_positions[-1]] * (size - len(positions))
+        with packed.standing_at(positions):
+            different = _dependence(packed, _FAR_CUTS, (_FAR_COMPANY,))
+        if different:
+            return f"{different}, at positions {positions[0]} to {positions[-1]}"
     return ""
 
 

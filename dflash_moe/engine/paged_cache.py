@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import Cache
 
 from dflash_moe import _core
 from dflash_moe.engine.kv_budget import KvShape
 from dflash_moe.engine.step_blocks import PackedStep
+from dflash_moe.operators.looks import StepCache
 from dflash_moe.operators.paged_attention import append
 
 
@@ -45,7 +45,7 @@ class _OfThread(threading.local):
     step: StepPages | None = None
 
 
-class PagedCache(Cache):  # type: ignore[misc]
+class PagedCache(StepCache):
     """The pages of all layers and the step under way. `begin` gives it a step; each layer then
     appends once and reads. It is a `Pages` (operators/paged_attention.py). One step at a time; a
     second thread that computes a half of it is given that by `use`.
@@ -55,7 +55,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Reserves address space for `num_blocks` blocks in each layer; pages take memory when they
         are first written. Raises DflashError where that is refused.
         """
-        super().__init__(layers=[])
+        super().__init__()
         self.pool = pool
         self._shapes = tuple(shapes)
         self._layers = [
@@ -107,7 +107,3 @@ class PagedCache(Cache):  # type: ignore[misc]
             append(layer, step.slots, key_states, value_states)
         step.keys_stored(layer_idx)
         return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: positions are given with each step, and no mask is made."""
-        return 0

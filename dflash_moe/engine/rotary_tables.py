@@ -36,11 +36,14 @@ _MAX_DIGESTS = 1 << 16
 
 class _OfThread(threading.local):
     """The sequences of what one thread computes, each as (length at most, first position, number of
-    rows), and the positions of their rows, once a layer asks for them.
+    rows), and the positions of their rows, once a layer asks for them. `places` are positions that
+    follow from no sequence, which ends at position `last`.
     """
 
     step: Sequence[tuple[int, int, int]] = ()
     positions: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    last: int = 0
 
 
 class RotaryTables:
@@ -69,11 +72,13 @@ class RotaryTables:
         # Two halves of a step read and extend the same tables.
         self._lock = threading.Lock()
 
-    def begin(self, step: Sequence[tuple[int, int, int]]) -> None:
+    def begin(self, step: Sequence[tuple[int, int, int]], places: torch.Tensor | None = None, last: int = 0) -> None:
         """Gives the sequences that this thread computes, each as (length at most, first position,
-        number of rows).
+        number of rows). In a proof the rows may stand at other `places`, int64 [num_rows], of
+        sequences that end at position `last`.
         """
         self._own.step, self._own.positions = step, None
+        self._own.places, self._own.last = places, last
         if self.depends_on_length:
             # Tables of lengths that no sequence of this step has are not kept for ever.
             lengths = {length for length, _, _ in step}
@@ -92,6 +97,9 @@ class RotaryTables:
         """
         del position_ids
         self.is_used = True
+        if self._own.places is not None:
+            tables, is_tuple = self._compute(x, self._own.places, self._own.last, arguments, options)
+            return tables if is_tuple else tables[0]
         with self._lock:
             if self._are_kinds_known and (*arguments, *options.values()) not in self._kinds:
                 # Nobody has looked what these tables depend on, so each length has its own.

@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,13 @@ from dflash_moe.engine.step_blocks import StepBlocks
 from dflash_moe.integrations.transformers import ExpertRoute, route_of
 from dflash_moe.model.architecture import find_experts, is_on_interface
 from dflash_moe.operators.attention_probe import AttentionProbe
-from dflash_moe.operators.block_forms import LayerForms, ProbeStep
+from dflash_moe.operators.block_forms import LayerForms
 from dflash_moe.operators.blocks import HostLayer
 from dflash_moe.operators.layer_buffers import BufferPool
+from dflash_moe.operators.layer_proof import ProbeStep
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
+from dflash_moe.operators.probes import FACTOR
 from dflash_moe.operators.report import Finding, TakeoverReport
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
     from dflash_moe.runtime.expert_call import BoundExperts
 
 _PROBE_TOKENS = 19
+# Rows of so many positions are computed at once.
+_PART = 128
+# The model's outputs before and behind its layers are made so many times as large, to pass limits;
+# f16 holds no more.
+_FACTORS = {torch.float16: 16.0}
 
 
 class _RoutedExperts:
@@ -104,12 +111,15 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
     model = packed.model
     buffers = BufferPool(packed.dtype)
     experts = {name: _RoutedExperts(module) for name, module in find_experts(model).items()}
-    forms = LayerForms(packed.cache.pool, buffers, lambda count: _probe_step(packed, count), experts, packed.dtype)
+    forms = LayerForms(
+        packed.cache.pool, buffers, lambda count: _probe_step(packed, count), experts, packed.dtype,
+        lambda positions: _step_at(packed, positions), packed.notable_positions,
+    )  # fmt: skip
     layers = []
     for attention in sorted(probe.layers, key=lambda layer: layer.index):
         name = attention.module.rpartition(".")[0]
         layer = model.get_submodule(name)
-        found, reason, error = forms.find(name, layer, attention, pages[attention.module])
+        found, reason, error = forms.find(name, layer, attention, pages[attention.module], probe.layer_calls[name])
         kind = type(layer).__name__
         if found is None:
             report.findings.append(Finding(name, kind, reason=reason))
@@ -158,18 +168,39 @@ def _loop(packed: PackedForward, layers: list[HostLayer], buffers: BufferPool) -
     if len(norms) != 1 or not isinstance(head, HostLinear):
         return
     loop = LayerLoop(model.get_input_embeddings(), layers, norms[0], head, buffers, packed.rotary[0])
-    expected = _probe_logits(packed)
+    expected = list(_probe_logits(packed, (model.get_input_embeddings(), norms[0], head)))
     packed.loop = loop
-    if not torch.equal(expected, _probe_logits(packed)):
+    found = _probe_logits(packed, (model.get_input_embeddings(), norms[0], head))
+    if not all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)):
         packed.loop = None
 
 
-def _probe_logits(packed: PackedForward) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(_PROBE_TOKENS)
-    token_ids = torch.randint(0, packed.vocab_size, (_PROBE_TOKENS,), generator=generator).tolist()
-    sequence = packed.admit(_PROBE_TOKENS)
+def _probe_logits(packed: PackedForward, outer: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yields logits of rows at the first positions, the same where the modules `outer` around the
+    layers give more, and of rows at all notable positions.
+    """
+    yield _logits_at(packed, range(_PROBE_TOKENS))
+    factor = _FACTORS.get(packed.dtype, FACTOR)
+    hooks = [module.register_forward_hook(lambda _module, _inputs, out: out * factor) for module in outer]
     try:
-        return packed.forward([StepRows(sequence, token_ids, num_logits=3)]).clone()
+        yield _logits_at(packed, range(_PROBE_TOKENS))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    size = min(_PART, packed.blocks.num_free * packed.blocks.block_tokens)
+    for begin in range(0, len(packed.notable_positions), size):
+        positions = packed.notable_positions[begin : begin + size]
+        with packed.standing_at(positions):
+            yield _logits_at(packed, positions)
+
+
+def _logits_at(packed: PackedForward, positions: Sequence[int]) -> torch.Tensor:
+    """Returns logits of some rows of random tokens, as many as there are positions."""
+    count = len(positions)
+    token_ids = torch.randint(0, packed.vocab_size, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+    sequence = packed.admit(count)
+    try:
+        return packed.forward([StepRows(sequence, token_ids, num_logits=count)]).clone()
     finally:
         sequence.release()
 
@@ -180,14 +211,25 @@ def _probe_step(packed: PackedForward, num_rows: int) -> Iterator[ProbeStep]:
     try:
         planned.append(sequence.blocks, num_rows)
         packed.cache.begin(planned.pack())
-        tables = packed.rotary[0]
-        tables.begin([(num_rows, 0, num_rows)])
-        embeddings, wide = (tables(torch.zeros(1, 1, 1, dtype=dtype)) for dtype in (packed.dtype, torch.float32))
-        exact = tuple(table.double() for table in wide) if isinstance(wide, tuple) else wide.to(torch.complex128)
-        arguments = {
-            "attention_mask": None, "position_ids": torch.arange(num_rows)[None], "past_key_values": packed.cache,
-            "use_cache": True, "position_embeddings": embeddings,
-        }  # fmt: skip
-        yield ProbeStep(arguments, *tables.cos_sin(), exact)
+        packed.rotary[0].begin([(num_rows, 0, num_rows)])
+        yield _given(packed, torch.arange(num_rows))
     finally:
         planned.roll_back()
+
+
+def _step_at(packed: PackedForward, positions: Sequence[int]) -> ProbeStep:
+    """Returns what a layer is given of rows at these positions, for copies that need no pages."""
+    places = torch.tensor(positions)
+    packed.rotary[0].begin([(len(positions), 0, len(positions))], places, positions[-1])
+    return _given(packed, places)
+
+
+def _given(packed: PackedForward, positions: torch.Tensor) -> ProbeStep:
+    tables = packed.rotary[0]
+    embeddings, wide = (tables(torch.zeros(1, 1, 1, dtype=dtype)) for dtype in (packed.dtype, torch.float32))
+    exact = tuple(table.double() for table in wide) if isinstance(wide, tuple) else wide.to(torch.complex128)
+    arguments = {
+        "attention_mask": None, "position_ids": positions[None], "past_key_values": packed.cache, "use_cache": True,
+        "position_embeddings": embeddings,
+    }  # fmt: skip
+    return ProbeStep(arguments, *tables.cos_sin(), exact)

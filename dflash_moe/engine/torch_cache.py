@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Cache
 
 from dflash_moe.config import BLOCK_TOKENS
 from dflash_moe.engine.kv_budget import KvShape
 from dflash_moe.engine.step_blocks import PackedStep
 from dflash_moe.errors import ConfigError, EngineError
+from dflash_moe.operators.looks import StepCache
 from dflash_moe.operators.row_groups import RowGroup, StepSequence, plan_groups
 
 
@@ -60,7 +60,7 @@ class TorchLayer:
         return keys, values
 
 
-class TorchCache(Cache):  # type: ignore[misc]
+class TorchCache(StepCache):
     """The pages of all layers and the step under way. `begin` gives it a step; each layer then
     appends once and reads. It is a `GatheredPages` (operators/gathered_attention.py). One step at a
     time.
@@ -72,7 +72,7 @@ class TorchCache(Cache):  # type: ignore[misc]
         """Allocates pages and a buffer for `max_keys` tokens of the widest layer, which must have
         room for the longest sequence. Raises ConfigError where the device has too little memory.
         """
-        super().__init__(layers=[])
+        super().__init__()
         self._device = device
         self._max_keys = max_keys
         try:
@@ -154,10 +154,6 @@ class TorchCache(Cache):  # type: ignore[misc]
         """
         self._layers[layer_idx].append(self._slots, key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: positions are given with each step, and no mask is made."""
-        return 0
 
 
 def gathered_values(shapes: Sequence[KvShape]) -> tuple[int, int]:

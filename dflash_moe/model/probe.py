@@ -24,6 +24,8 @@ from dflash_moe.model.tensor_names import take_part
 
 _NUM_ROWS = 24
 _TOP_K = 3
+# The largest rows; gates and what experts give are about as large, and the latter squared.
+_BEYOND = 1e6
 # Rows are sent to at most so many experts.
 _NUM_EXPERTS = 6
 # A value may differ by this fraction of its row's largest. Classes that compute parts in float32
@@ -49,8 +51,8 @@ def confirm(module: Any, ffn: FfnSpec, formula: Formula) -> None:
     used = min(module._parameters["down_proj"].shape[0], _NUM_EXPERTS)
     toy = _toy_module(module, shrink, used, generator)
     rows = torch.randn(_NUM_ROWS, toy_ffn.in_size, generator=generator)
-    # The rows are small, usual, and large enough to pass the limits of gates.
-    rows *= torch.tensor([0.5, 2.0, 8.0]).repeat(_NUM_ROWS // 3)[:, None]
+    # The rows are small, usual, large enough to pass the limits of gates, and beyond any limit.
+    rows *= torch.tensor([0.5, 2.0, 8.0, _BEYOND]).repeat(_NUM_ROWS // 4)[:, None]
     top_k = min(_TOP_K, used)
     ids = torch.stack([torch.randperm(used, generator=generator)[:top_k] for _ in range(_NUM_ROWS)])
     weights = torch.rand(_NUM_ROWS, top_k, generator=generator) + 0.1

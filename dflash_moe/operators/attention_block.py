@@ -21,6 +21,16 @@ from dflash_moe.operators.paged_attention import LatentHeads, LayerPages
 class AttentionBlock(Protocol):
     """What a host layer has of its attention block."""
 
+    @property
+    def norm(self) -> HostNorm:
+        """The norm before it."""
+        ...
+
+    @property
+    def output(self) -> HostLinear:
+        """The layer behind attention."""
+        ...
+
     def grow(self, buffers: BufferPool) -> None:
         """Makes room for its rows in all buffers."""
         ...

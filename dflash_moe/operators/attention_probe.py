@@ -1,11 +1,13 @@
-"""Finds out, before anything is packed, whether a model's attention can be paged: one forward pass
-of a few tokens with a cache that only looks, and attention that computes nothing.
+"""Finds out, before anything is packed, whether a model's attention can be paged: a forward pass of
+a few tokens, and one of a single token behind them, with a cache that only looks, and attention
+that computes nothing. Both note who reads positions and lengths, and how layers are called.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_moe.errors import DflashError, UnsupportedError
 from dflash_moe.operators.attribute_probe import read_parameters
+from dflash_moe.operators.looks import LookingCache, watched
 from dflash_moe.operators.paged_attention import check_arguments
 
 _IMPLEMENTATION = "dflash_moe_probe"
@@ -67,6 +69,11 @@ class AttentionProbe:
     refusal: str = ""
     # Modules whose parameters others read, so that no operator can stand in for them.
     read_modules: frozenset[str] = frozenset()
+    # Modules that read the positions of rows, rotary modules among them.
+    position_readers: frozenset[str] = frozenset()
+    # With which arguments beside hidden states the layer around each attention module was called,
+    # by the layer's name.
+    layer_calls: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class _Mask:
@@ -103,21 +110,65 @@ def _look_at_mask(*_arguments: Any, mask_function: Callable[..., torch.Tensor], 
     return _Mask(mask_function)
 
 
-class _LookingCache(Cache):  # type: ignore[misc]
-    """Keeps nothing and notes what each layer would store."""
+class _ProbeCache(LookingCache):
+    """A looking cache that notes what each layer would store."""
 
-    def __init__(self, max_positions: int) -> None:
-        super().__init__(layers=[])
+    def __init__(self, max_positions: int, length: int, on_look: Callable[[str], None]) -> None:
+        super().__init__(length, on_look)
         self.stored: dict[int, tuple[int, int, int]] = {}
         self.attended: list[tuple[nn.Module, int, AttentionCall]] = []
         self.max_positions = max_positions
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *_arguments: Any, **_options: Any) -> tuple[Any, Any]:
+        """Notes and returns keys and values."""
         self.stored[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+
+class _Calls:
+    """Notes, while a model runs, which of its modules reads positions and lengths, and with what
+    each module that has children was called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model = model
+        self._under_way: list[str] = []
+        self.positions: set[str] = set()
+        self.lengths: dict[str, str] = {}
+        self.arguments: dict[str, dict[str, Any]] = {}
+
+    def see_positions(self) -> None:
+        """Notes that the module under way reads positions."""
+        self.positions.add(self._under_way[-1] if self._under_way else "")
+
+    def see_length(self, what: str) -> None:
+        """Notes that the module under way asks for a length."""
+        self.lengths[self._under_way[-1] if self._under_way else ""] = what
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Opens a block in which calls are noted."""
+        self._under_way = []
+        hooks: list[Any] = []
+        for module in self._model.modules():
+            hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        name = self._names.get(id(module), "")
+        self._under_way.append(name)
+        if any(True for _ in module.children()):
+            names = list(inspect.signature(module.forward).parameters)[: len(given)]
+            self.arguments[name] = {**dict(zip(names[1:], given[1:], strict=False)), **named}
+
+    def _leave(self, *_: Any) -> None:
+        self._under_way.pop()
 
 
 def probe_attention(model: Any) -> AttentionProbe:
@@ -125,31 +176,54 @@ def probe_attention(model: Any) -> AttentionProbe:
     to that). Changes nothing.
     """
     found = AttentionProbe()
-    cache = _LookingCache(max_positions(model.config))
+    calls = _Calls(model)
+    most = max_positions(model.config)
+    cache = _ProbeCache(most, 0, calls.see_length)
     try:
-        with _implementation(model, cache), torch.inference_mode(), read_parameters(model) as read:
-            places = torch.arange(_TOKENS, device=model.device)[None]
-            ids = places % int(model.config.get_text_config().vocab_size)
-            model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
+        with read_parameters(model) as read:
+            _run(model, cache, calls, torch.arange(_TOKENS))
+            # A token alone goes through branches of its own in some models.
+            _run(model, _ProbeCache(most, _TOKENS, calls.see_length), calls, torch.tensor([_TOKENS]))
     except DflashError as error:
         found.refusal = str(error)
         return found
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises over a cache that it does not expect
         found.refusal = f"{type(model).__name__} does not run with a paged cache: {type(error).__name__}: {error}"
         return found
-    found.read_modules = frozenset(read)
+    found.read_modules, found.position_readers = frozenset(read), frozenset(calls.positions)
+    _note_layers(found, model, cache, calls)
+    return found
+
+
+def _run(model: Any, cache: _ProbeCache, calls: _Calls, positions: torch.Tensor) -> None:
+    """Runs a model on a token for each of the positions."""
+    places = positions.to(model.device)[None]
+    ids = places % int(model.config.get_text_config().vocab_size)
+    with _implementation(model, cache), torch.inference_mode(), calls.noted():
+        model(input_ids=ids, position_ids=watched(places, calls.see_positions), past_key_values=cache, use_cache=True)
+
+
+def _note_layers(found: AttentionProbe, model: Any, cache: _ProbeCache, calls: _Calls) -> None:
+    """Adds the layers that a cache saw, or why they cannot be paged."""
     names = {id(module): name for name, module in model.named_modules()}
+    for name, what in calls.lengths.items():
+        kind = type(model.get_submodule(name)).__name__
+        found.refusal = (
+            f"{kind}{f' ({name})' if name else ''} asks the cache for {what}; a packed step has a length for each sequence"
+        )
+        return
     for module, index, call in cache.attended:
         if index not in cache.stored:
             found.refusal = f"{type(module).__name__} ({names[id(module)]}) reads keys that another layer stored"
-            return found
+            return
         is_latent = hasattr(module, "expand_kv")
         found.layers.append(AttentionLayer(names[id(module)], index, *cache.stored[index], is_latent, call))
+        layer = names[id(module)].rpartition(".")[0]
+        found.layer_calls[layer] = calls.arguments.get(layer, {})
     num_layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
     indices = [layer.index for layer in found.layers]
     if len(set(indices)) != len(indices) or set(cache.stored) != set(indices) or len(indices) != num_layers:
         found.refusal = f"{len(set(indices))} of {num_layers} layers attend through the interface, each to its own keys"
-    return found
 
 
 def max_positions(config: Any) -> int:
@@ -160,7 +234,7 @@ def max_positions(config: Any) -> int:
 
 
 @contextmanager
-def _implementation(model: Any, cache: _LookingCache) -> Iterator[None]:
+def _implementation(model: Any, cache: _ProbeCache) -> Iterator[None]:
     before = model.config._attn_implementation
     modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
     for module in modules:

@@ -17,10 +17,12 @@ from dflash_moe import _core
 from dflash_moe.operators.addresses import DTYPE_NAMES
 from dflash_moe.operators.bounds import excess, linear_bound
 from dflash_moe.operators.paged_attention import LatentHeads, StoredHeads
-from dflash_moe.operators.probes import probe_rows
+from dflash_moe.operators.probes import FACTOR, probe_rows
 
 # The range of f16 ends where products of large rows begin.
 _SCALES = (1.0, 1e-2)
+# What is expanded in float64 is in proportion to this part of the largest value.
+_AGREEMENT = 1e-5
 
 
 def take_latent_heads(
@@ -50,7 +52,27 @@ def take_latent_heads(
         return None, f"its expand_kv cannot be compared: {error}"
     if not found <= 1.0:
         return None, f"with latents absorbed, the error is {found:.3g} times what is allowed"
+    if not _is_linear(heads, module, truth):
+        return None, f"its expand_kv computes something else, such as a limit, where kv_b_proj gives {FACTOR:g} times as much"
     return heads, ""
+
+
+def _is_linear(heads: LatentHeads, module: Any, truth: torch.Tensor) -> bool:
+    """Says whether a module makes keys and values in proportion to what its projection gives."""
+    latents = torch.cat((probe_rows(heads.latent, torch.float64, scales=_SCALES), _longest(truth)))
+    rotated = latents.new_zeros((len(latents), int(module.qk_rope_head_dim)))
+    usual = _expanded(_exact(module, truth), latents, rotated)
+    large = _expanded(_exact(module, FACTOR * truth.double()), latents, rotated)
+    return all(
+        bool(((ours - FACTOR * theirs).abs() <= _AGREEMENT * ours.abs().amax()).all())
+        for ours, theirs in zip(large, usual, strict=True)
+    )
+
+
+def _longest(weight: torch.Tensor) -> torch.Tensor:
+    """Returns the longest row of some weights as a row [1, width] of values around 1."""
+    row = weight[int(weight.double().square().sum(-1).argmax())].double()
+    return (row / row.square().mean().sqrt().clamp_min(1e-30))[None]
 
 
 def latent_excess(heads: LatentHeads, module: Any, truth: torch.Tensor) -> float:

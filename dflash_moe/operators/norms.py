@@ -65,10 +65,10 @@ class HostNorm(nn.Module):  # type: ignore[misc]
 
     def exact(self) -> nn.Module:
         """Returns the norm in float64."""
-        return _ExactNorm(self.form, self.scale, self.shift)
+        return ExactNorm(self.form, self.scale, self.shift)
 
 
-class _ExactNorm(nn.Module):  # type: ignore[misc]
+class ExactNorm(nn.Module):  # type: ignore[misc]
     """A norm by its formula in float64."""
 
     def __init__(self, form: NormForm, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -11,6 +11,9 @@ SEED = 20
 # So many rows of each kind.
 NUM_EACH = 8
 SCALES = (1.0, 1e-4, 1e4)
+# So many times as large are the outputs of linear layers and experts made to pass limits that rows
+# do not reach.
+FACTOR = 1000.0
 
 
 def probe_rows(width: int, dtype: torch.dtype, *, scales: tuple[float, ...] = SCALES) -> torch.Tensor:

@@ -145,7 +145,7 @@ class Takeover:
         return None
 
     def _elementwise_excess(self, ours: nn.Module, module: nn.Module) -> float:
-        rows = probe_rows(61, self._dtype, scales=(1.0, 1e-4, 30.0))
+        rows = probe_rows(61, self._dtype, scales=(1.0, 1e-4, 30.0, 1e4))
         return excess(ours(rows), module(rows), copy.deepcopy(module).double()(rows.double()))
 
     def _take_norm(self, name: str, module: nn.Module, forms: list[Any]) -> None:

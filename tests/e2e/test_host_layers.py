@@ -7,17 +7,22 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import importlib
+import json
+import math
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.engine.host_model import HostModel, open_host
+from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.operators.report import Finding
-from tests.host_models import checkpoint, logits_of, prompt, start
+from tests.host_models import ORIGINAL_MAX, checkpoint, logits_of, prompt, start
 
 pytestmark = pytest.mark.transformers
 
@@ -143,6 +148,53 @@ def _doubled_correction(right: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+# Behind it the wrong layers below compute something else. No usual probe row stands there, and a
+# prompt of the tests passes it.
+BOUNDARY = 60
+# No usual probe row makes a linear layer of a tiny model give as much.
+LIMIT = 50.0
+
+
+def _scaled_past_a_position(right: Callable[..., Any]) -> Callable[..., Any]:
+    """What attention gives is scaled by the position, from one on."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **options: Any) -> Any:
+        attended, weights = right(self, hidden_states, position_ids=position_ids, **options)
+        return attended * (1 + 0.1 * (position_ids >= BOUNDARY))[..., None], weights
+
+    return forward
+
+
+def _scaled_where_cosines_tell(right: Callable[..., Any]) -> Callable[..., Any]:
+    """As above, with the position read from the sine that turns slowest."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **options: Any) -> Any:
+        attended, weights = right(self, hidden_states, position_embeddings=position_embeddings, **options)
+        width = position_embeddings[1].shape[-1]
+        slowest = self.config.rope_parameters["rope_theta"] ** (2 / width - 1)
+        is_past = position_embeddings[1][..., -1:] >= math.sin((BOUNDARY - 0.5) * slowest)
+        return attended * (1 + 0.1 * is_past), weights
+
+    return forward
+
+
+def _limited(child: str) -> Wrapper:
+    """What a linear layer or the experts give is limited."""
+
+    def wrap(right: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+            module = self.get_submodule(child)
+            hook = module.register_forward_hook(lambda _module, _inputs, found: found.clamp(-LIMIT, LIMIT))
+            try:
+                return right(self, *arguments, **options)
+            finally:
+                hook.remove()
+
+        return forward
+
+    return wrap
+
+
 # Which method of which class in a family's own file is another.
 WRONG: dict[str, tuple[str, str, str, Wrapper]] = {
     "residual of attention scaled": ("qwen3_moe", "Qwen3MoeAttention", "forward", _of_attention(lambda found: found * 1.001)),
@@ -158,14 +210,22 @@ WRONG: dict[str, tuple[str, str, str, Wrapper]] = {
     ),
     "latent attention scaled": ("deepseek_v3", "DeepseekV3Attention", "forward", _of_attention(lambda found: found * 1.001)),
     "latents of another size": ("deepseek_v3", "DeepseekV3Attention", "forward", _scaled_latent),
+    "attention scaled past a position": ("qwen3_moe", "Qwen3MoeAttention", "forward", _scaled_past_a_position),
+    "attention scaled where cosines tell": ("qwen3_moe", "Qwen3MoeAttention", "forward", _scaled_where_cosines_tell),
+    "limited values": ("qwen3_moe", "Qwen3MoeAttention", "forward", _limited("v_proj")),
+    "limited queries": ("qwen3_moe", "Qwen3MoeAttention", "forward", _limited("q_proj")),
+    "limited keys behind a norm": ("qwen3_moe", "Qwen3MoeAttention", "forward", _limited("k_norm")),
+    "limited output of attention": ("mixtral", "MixtralAttention", "forward", _limited("o_proj")),
+    "limited experts": ("mixtral", "MixtralSparseMoeBlock", "forward", _limited("experts")),
+    "limited latents": ("deepseek_v3", "DeepseekV3Attention", "forward", _limited("kv_a_proj_with_mqa")),
+    "limited gate": ("deepseek_v3", "DeepseekV3MLP", "forward", _limited("gate_proj")),
+    "limited down projection": ("deepseek_v3", "DeepseekV3MLP", "forward", _limited("down_proj")),
     "correction doubled": ("minimax_m2", "MiniMaxM2SparseMoeBlock", "forward", _doubled_correction),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_layer_that_computes_something_else_keeps_its_code(name, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
     arch, kind, method, wrap = WRONG[name]
     owner = getattr(importlib.import_module(f"transformers.models.{arch}.modeling_{arch}"), kind)
     monkeypatch.setattr(owner, method, wrap(getattr(owner, method)))
@@ -174,10 +234,7 @@ def test_a_layer_that_computes_something_else_keeps_its_code(name, monkeypatch):
         assert [finding.operator for finding in layers(host)] == [""] * NUM_LAYERS, host.report.lines()
         assert host.packed.loop is None
         found = logits_of(host.packed, prompt()).double()
-    options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint(arch, "f32"), **options).eval()
-    with torch.inference_mode():
-        eager = model(input_ids=torch.tensor([prompt()])).logits[0].double()
+    eager = _eager(checkpoint(arch, "f32"), prompt())
     assert (found - eager).abs().max() / eager.std() < 1e-5
 
 
@@ -199,3 +256,125 @@ def test_latent_attention_whose_queries_have_no_low_rank_is_taken(tmp_path):
     with torch.inference_mode():
         expected = eager(input_ids=torch.tensor([prompt()])).logits[0].double()
     assert (found - expected).abs().max() / expected.std() < 1e-5
+
+
+def _eager(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """The logits of the model's own eager forward in float32."""
+    options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
+    model = find_model_class(load_config(Checkpoint.open(folder))).from_pretrained(folder, **options).eval()
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens])).logits[0].double()
+
+
+def test_queries_that_are_scaled_by_position_keep_their_code_and_are_right_behind_the_boundary():
+    # Queries of mistral4 are scaled by 1 + beta * log(1 + floor(position / original maximum)).
+    with start("mistral4", "f32") as runtime:
+        host = opened(runtime, "mistral4")
+        assert {finding.operator for finding in layers(host)} == {""}
+        assert all("reads position_ids" in finding.reason for finding in layers(host))
+        assert host.report.not_independent == ""
+        tokens = prompt(4 * ORIGINAL_MAX + 9)
+        found = logits_of(host.packed, tokens, [50]).double()
+    eager = _eager(checkpoint("mistral4", "f32"), tokens)
+    assert ((found - eager).abs().amax(-1) / eager.std()).max() < 1e-5
+
+
+def test_a_limit_that_only_a_row_along_weights_reaches_is_kept(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(checkpoint("olmoe", "f32"), tmp_path / "olmoe")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    layer = "model.layers.0"
+    weight = tensors[f"{layer}.self_attn.v_proj.weight"][5]
+    along = weight / tensors[f"{layer}.input_layernorm.weight"]
+    tensors["model.embed_tokens.weight"][7] = along
+    save_file(tensors, file, {"format": "pt"})
+    reached = float(weight.square().sum() / along.square().mean().sqrt())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"clip_qkv": reached / 2}))
+    with ExpertRuntime.start(Topology.local(1, threads=1), model=folder) as runtime:
+        host = open_host(folder, runtime)
+        assert host.packed is not None
+        assert {finding.operator for finding in layers(host)} == {""}, host.report.lines()
+        assert all("such as a limit" in finding.reason for finding in layers(host))
+        found = logits_of(host.packed, [3, 7, 9]).double()
+    eager = _eager(folder, [3, 7, 9])
+    assert ((found - eager).abs().amax(-1) / eager.std()).max() < 1e-5
+
+
+def test_a_model_whose_layers_ask_for_lengths_keeps_one_sequence(monkeypatch):
+    import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
+
+    right = qwen3_moe.Qwen3MoeAttention.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *, past_key_values: Any = None, **options: Any) -> Any:
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        attended, weights = right(self, hidden_states, past_key_values=past_key_values, **options)
+        return attended * (1 + 0.1 * (seen > 0)), weights
+
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeAttention, "forward", forward)
+    with start("qwen3_moe", "f32") as runtime:
+        host = open_host(checkpoint("qwen3_moe", "f32"), runtime)
+        assert host.packed is None
+        assert "asks the cache for get_seq_length" in host.report.not_paged
+        assert "Qwen3MoeAttention (model.layers.0.self_attn)" in host.report.not_paged
+
+
+def _behind_boundary(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Wrapper:
+    """What a model's body gives is changed by the positions of its rows."""
+
+    def wrap(right: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, *, position_ids: torch.Tensor, **options: Any) -> Any:
+            found = right(self, position_ids=position_ids, **options)
+            found.last_hidden_state = change(found.last_hidden_state, position_ids)
+            return found
+
+        return forward
+
+    return wrap
+
+
+def _limited_logits(right: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, **options: Any) -> Any:
+        found = right(self, **options)
+        found.logits = found.logits.clamp(-LIMIT, LIMIT)
+        return found
+
+    return forward
+
+
+# What stands around the layers computes something else than the loop does.
+AROUND: dict[str, tuple[str, Wrapper]] = {
+    "scaled past a position": (
+        "Qwen3MoeModel", _behind_boundary(lambda out, positions: out * (1 + 0.1 * (positions >= BOUNDARY))[..., None]),
+    ),
+    "limited logits": ("Qwen3MoeForCausalLM", _limited_logits),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_model_that_computes_something_else_around_its_layers_keeps_its_own_loop(name, monkeypatch):
+    import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
+
+    kind, wrap = AROUND[name]
+    owner = getattr(qwen3_moe, kind)
+    monkeypatch.setattr(owner, "forward", wrap(owner.forward))
+    with start("qwen3_moe", "f32") as runtime:
+        host = opened(runtime, "qwen3_moe")
+        assert {finding.operator for finding in layers(host)} == {"layer"}
+        assert host.packed.loop is None
+
+
+def test_rows_that_depend_on_others_behind_a_position_only_are_named(monkeypatch):
+    import transformers.models.mistral4.modeling_mistral4 as mistral4
+
+    right = mistral4.get_llama_4_attn_scale
+    monkeypatch.setattr(
+        mistral4, "get_llama_4_attn_scale",
+        lambda positions, *sizes: right(positions, *sizes) * (1 + 1e-3 * (positions.max() >= BOUNDARY)),
+    )  # fmt: skip
+    with start("mistral4", "f32") as runtime:
+        host = opened(runtime, "mistral4")
+        assert "layers.0.self_attn" in host.report.not_independent
+        assert "at positions" in host.report.not_independent
