@@ -178,7 +178,7 @@ def run_prefill_cards(
     `ExpertRuntime.start`. The recorder keeps the pairs that were measured before one.
     """
     recorder, overrides = recorder or Recorder(), dict(overrides or {})
-    pairs = card_pairs(find_cards(backend), inspect_model(params.model).host_bytes)
+    pairs = card_pairs(find_cards(backend), inspect_model(params.model).host_bytes_on_card)
     described = {key: value for key, value in dataclasses.asdict(params).items() if key not in ("model", "with_timeline")}
     result = recorder.begin("prefill-cards", {"model": params.model.name, **described, "pairs": []})
     with recorder.recording():

@@ -1,5 +1,5 @@
-"""Shows on stderr how far the loading of experts is, or the comparison of their weights: by a bar
-for each holder or layer on a terminal, and otherwise by a line every two seconds.
+"""Shows on stderr what takes time, and how far it is: by bars on a terminal, and otherwise by a line
+every two seconds.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 # A load that takes less time is not worth a line.
 LINE_EVERY_S = 2.0
+# Whatever takes longer says what it does.
+SILENT_S = 0.5
+# A thread that shows something ends within milliseconds; nobody waits longer for it.
+PATIENCE_S = 2.0
 
 
 class Lines:
@@ -92,6 +96,34 @@ class Bars:
             if holder not in self._tasks:
                 self._tasks[holder] = self._progress.add_task(f"{self._doing} {holder}", total=total)
             self._progress.update(self._tasks[holder], completed=count, visible=count < total)
+
+
+@contextmanager
+def doing_shown(what: str, say: Callable[[str], None] = options.say) -> Iterator[None]:
+    """Says what the block does once that has taken SILENT_S: on a terminal with a sign of life that
+    vanishes at its end, and otherwise in one line.
+    """
+    is_over = threading.Event()
+
+    def show() -> None:
+        if is_over.wait(SILENT_S):
+            return
+        if not sys.stderr.isatty():
+            say(f"{what} ...")
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status(what):
+            while not is_over.wait(PATIENCE_S):
+                pass
+
+    shower = threading.Thread(target=show, name="doing", daemon=True)
+    shower.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        shower.join(timeout=PATIENCE_S)
 
 
 @contextmanager

@@ -5,10 +5,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +14,7 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.command_line import Commands
+from dflash_moe.cli.loading import doing_shown
 from dflash_moe.config.values import format_bytes
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.model.gguf_header import is_gguf
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
 
 GIB = 1 << 30
+# So many runs of layers are listed in a row.
+MAX_RUNS = 5
 
 
 def register(app: typer.Typer) -> None:
@@ -67,9 +68,11 @@ def inspect(
     """Show layers, experts, bytes per expert, what fits where, and whether the model is
     supported.
     """
-    from dflash_moe.model.inspect import inspect_model
+    path = options.model_directory(directory)
+    with doing_shown(f"reading {path.name}"):
+        from dflash_moe.model.inspect import inspect_model
 
-    found = inspect_model(options.model_directory(directory))
+        found = inspect_model(path)
     if json_out is not None:
         options.write_json(json_out, found.to_json())
     if json_out == options.STDOUT:
@@ -83,6 +86,7 @@ def inspect(
         return
     typer.echo(f"supported, runs in {found.spec.dtype}")
     typer.echo(f"{found.left_out}\n" if found.left_out else "")
+    _show_sizes(found)
     _show_layers(found)
     _show_fits(found)
 
@@ -128,12 +132,16 @@ def _full_model(value: str) -> Path:
 
 
 def _show_layers(found: Inspection) -> None:
-    table = options.table("layers", "experts", "top-k", "in", "inner", "out", "formula", "weights", "an expert", "a layer")
+    """Shows one row for all layers that are alike, wherever they are."""
+    from dflash_moe.placement.fit_text import ranges
+
+    table = options.table(
+        "layers", "experts", "top-k", "in", "inner", "out", "formula", "weights", "an expert", "a layer", "which"
+    )
     for layers in _alike(found.layers):
         layer = layers[0]
-        numbers = [item.index for item in layers]
         table.add_row(
-            str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}",
+            str(len(layers)),
             str(layer.num_experts),
             str(layer.top_k),
             str(layer.ffn.in_size),
@@ -143,33 +151,46 @@ def _show_layers(found: Inspection) -> None:
             layer.weight_dtype,
             format_bytes(layer.expert_bytes),
             format_bytes(layer.num_experts * layer.expert_bytes),
+            _shortened(ranges([item.index for item in layers])),
         )
     options.show(table)
 
 
-def _alike(layers: tuple[LayerSpec, ...]) -> Iterator[list[LayerSpec]]:
-    """Yields runs of layers that have equal sizes and formulas."""
-
-    def kind(layer: LayerSpec) -> tuple[object, ...]:
-        return (layer.num_experts, layer.top_k, layer.weight_dtype, tuple(layer.ffn.kernel_spec().items()))
-
-    for _, run in itertools.groupby(layers, key=kind):
-        yield list(run)
+def _shortened(runs: str) -> str:
+    """Returns runs of numbers with some of many left out, so that a row fits a line."""
+    each = runs.split(", ")
+    return runs if len(each) <= MAX_RUNS else ", ".join([*each[: MAX_RUNS - 2], "...", each[-1]])
 
 
-def _show_fits(found: Inspection) -> None:
+def _alike(layers: tuple[LayerSpec, ...]) -> list[list[LayerSpec]]:
+    """Returns the layers that have equal sizes, formats and formulas together."""
+    kinds: dict[tuple[object, ...], list[LayerSpec]] = {}
+    for layer in layers:
+        kind = (layer.num_experts, layer.top_k, layer.weight_dtype, tuple(layer.ffn.kernel_spec().items()))
+        kinds.setdefault(kind, []).append(layer)
+    return list(kinds.values())
+
+
+def _show_sizes(found: Inspection) -> None:
+    """Says what takes how much, in total."""
     largest = max(layer.resident_bytes("auto") for layer in found.layers)
+    assert found.spec is not None
+    on_card = f", {format_bytes(found.host_bytes_on_card)} in {found.spec.dtype} on a card"
     typer.echo(
         f"routed experts: {format_bytes(found.expert_bytes)}, {sum(layer.num_experts for layer in found.layers)} of them, "
-        f"{GIB // largest} fit in a GiB; "
-        f"the host keeps {format_bytes(found.host_bytes)} of other weights"
+        f"{GIB // largest} fit in a GiB\nother weights, at the host: {format_bytes(found.host_bytes)}"
+        f"{on_card if found.host_bytes_on_card != found.host_bytes else ''}"
     )
     resident = found.resident_bytes()
     for weights, size in resident.items() if len(set(resident.values())) > 1 else ():
         typer.echo(f"with `weights: {weights}` at the workers the experts take {format_bytes(size)}")
     typer.echo()
+
+
+def _show_fits(found: Inspection) -> None:
+    resident = found.resident_bytes()["auto"]
     table = options.table("card or worker, GiB", "layers whose experts fit", "of all experts, %", "workers needed")
     for gib, fraction in found.fits().items():
         layers = f"{found.layers_within(gib * GIB)} of {len(found.layers)}"
-        table.add_row(str(gib), layers, f"{100 * fraction:.0f}", str(-(-resident["auto"] // (gib * GIB))))
+        table.add_row(str(gib), layers, f"{100 * fraction:.0f}", str(-(-resident // (gib * GIB))))
     options.show(table)

@@ -66,6 +66,15 @@ ExplainOption = Annotated[
         rich_help_panel=help_page.MORE,
     ),
 ]
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "-v",
+        "--verbose",
+        help="Say how workers are reached too: transports, bytes moved, who stands in for whom.",
+        rich_help_panel=help_page.MORE,
+    ),
+]
 # Settings whose flag has a letter, where the command's program does not use it for itself.
 LETTERS = {"max_context": "-c", "threads": "-t"}
 # The group of a setting in help follows from where a topology has it.

@@ -9,56 +9,86 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_moe.config import Settings, resolve_settings
-from dflash_moe.integrations.host_weights import is_plain
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.host_size import HostSize, host_size
-from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
-from dflash_moe.model.weight_formats import mapped_only
+from dflash_moe.model.sizing import ModelSizes, model_sizes
+from dflash_moe.model.spec import LayerSpec
+from dflash_moe.model.weight_formats import mapped_only, split_formats
 from dflash_moe.placement.fit import Fit, FitLayer, FitModel, FitWishes, HostNeeds, Machine, fit
-from dflash_moe.placement.fit_text import describe
+from dflash_moe.placement.fit_text import describe, speed_line
 from dflash_moe.runtime.machine_cards import find_cards
 from dflash_moe.runtime.tensors import ITEM_BYTES
 from dflash_moe.telemetry.machine import memory_available, physical_cores
+from dflash_moe.telemetry.memory_speed import memory_bytes_per_s
 
 log_plan = logging.getLogger("dflash_moe.plan")
 
 
-def fit_here(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Fit:
-    """Fits the model of `path` to this machine. `overrides` are settings that win over the
-    environment; those that matter are experts_on_card, max_context, kv_memory, kv_dtype,
-    host_operators and dtype. The plan is logged in at most eight lines to "dflash_moe.plan".
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A model fitted to this machine. `command` writes it as a topology."""
 
-    Errors: ConfigError with the shortfall, and those of `model_spec`.
+    layers: tuple[LayerSpec, ...]
+    model: FitModel
+    machine: Machine
+    found: Fit
+    command: str
+
+    def lines(self) -> list[str]:
+        """Returns the plan in at most eight lines."""
+        return describe(self.model, self.machine, self.found, self.command)
+
+    def speed(self) -> str:
+        """Returns a line on how fast it may be. It measures the speed of memory, which takes a
+        fifth of a second.
+        """
+        return speed_line(self.model, self.found, memory_bytes_per_s(self.machine.cores))
+
+
+def fit_here(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Fit:
+    """Fits the model of `path` to this machine and logs the plan to "dflash_moe.plan". Arguments
+    and errors are those of `fit_checkpoint`.
+    """
+    fitted = fit_checkpoint(Checkpoint.open(path), path, overrides)
+    for line in fitted.lines():
+        log_plan.info("%s", line)
+    return fitted.found
+
+
+def fit_checkpoint(checkpoint: Checkpoint, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Fitted:
+    """Fits an opened checkpoint, which somebody calls `path`, to this machine. `overrides` are
+    settings that win over the environment; those that matter are experts_on_card, max_context,
+    kv_memory, kv_dtype and host_operators.
+
+    Errors: ConfigError with the shortfall, and those of `model_sizes`.
     """
     settings = resolve_settings(None, **(overrides or {}))
-    spec = model_spec(path)
-    checkpoint = Checkpoint.open(Path(path))
-    model = fit_model(spec, host_size(checkpoint, spec), settings, is_plain=is_plain(checkpoint))
-    machine = Machine(find_cards(spec.layers), memory_available(), physical_cores())
+    sizes = model_sizes(checkpoint)
+    model = fit_model(sizes, settings)
+    machine = Machine(find_cards(sizes.layers), memory_available(), physical_cores())
     found = fit(model, machine, _wishes(settings))
-    for line in describe(model, machine, found, _command(path, settings)):
-        log_plan.info("%s", line)
-    return found
+    return Fitted(sizes.layers, model, machine, found, _command(path, settings))
 
 
-def fit_model(spec: ModelSpec, size: HostSize, settings: Settings, *, is_plain: bool) -> FitModel:
+def fit_model(sizes: ModelSizes, settings: Settings) -> FitModel:
     """Returns what a model takes. On a card torch's operators compute in the model's dtype; on the
     processor a quantised checkpoint's matrices stay as they are stored.
     """
-    item = ITEM_BYTES[spec.dtype]
-    kv_item = ITEM_BYTES[settings.kv_dtype or spec.dtype]
-    in_torch = size.dense_bytes(item)
-    packed = in_torch if is_plain or settings.host_operators == "torch" else size.stored_bytes
+    size, item = sizes.host, ITEM_BYTES[sizes.dtype]
+    kv_item = ITEM_BYTES[settings.kv_dtype or sizes.dtype]
+    in_torch = size.dense.torch_bytes(item)
+    kept = in_torch if settings.host_operators == "torch" else size.dense.kept_bytes(item)
     kv_token = size.kv_values * kv_item
+    formats = dict.fromkeys(name for layer in sizes.layers for name in split_formats(layer.weight_dtype))
     return FitModel(
-        Path(spec.path).name,
-        ", ".join(dict.fromkeys(layer.weight_dtype for layer in spec.layers)),
-        tuple(_layer(layer) for layer in spec.layers),
-        HostNeeds(packed, kv_token),
+        sizes.path.name,
+        " and ".join(formats),
+        tuple(_layer(layer) for layer in sizes.layers),
+        HostNeeds(kept, kv_token),
         HostNeeds(in_torch, kv_token + size.gathered_bytes(kv_item)),
         size.max_positions,
     )
@@ -67,7 +97,7 @@ def fit_model(spec: ModelSpec, size: HostSize, settings: Settings, *, is_plain: 
 def _layer(layer: LayerSpec) -> FitLayer:
     can_pack = not mapped_only(layer.weight_dtype)
     expert_bytes = layer.resident_bytes("auto") if can_pack else layer.expert_bytes
-    return FitLayer(layer.index, layer.num_experts, layer.num_experts * expert_bytes, can_pack)
+    return FitLayer(layer.index, layer.num_experts, layer.num_experts * expert_bytes, can_pack, layer.top_k * expert_bytes)
 
 
 def _wishes(settings: Settings) -> FitWishes:

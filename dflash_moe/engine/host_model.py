@@ -26,11 +26,10 @@ from dflash_moe.engine.rotary_tables import find_rotary_modules
 from dflash_moe.engine.sequence_run import CachedRun, PagedRun, SequenceRun
 from dflash_moe.engine.take_layers import take_layers
 from dflash_moe.engine.torch_model import page_torch_model
-from dflash_moe.integrations.host_weights import is_plain
 from dflash_moe.integrations.transformers import load_model, route_of, without_experts
 from dflash_moe.model.architecture import find_experts, load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.dense_tensors import StoredMatrix, stored_latents, stored_matrices
+from dflash_moe.model.dense_tensors import StoredMatrix, is_plain, stored_latents, stored_matrices
 from dflash_moe.operators.addresses import DTYPE_NAMES
 from dflash_moe.operators.attention_probe import AttentionLayer, AttentionProbe, probe_attention, set_implementation
 from dflash_moe.operators.latent_proof import take_latent_heads

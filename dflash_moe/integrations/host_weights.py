@@ -19,6 +19,7 @@ import torch
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.architecture import find_experts, find_model_class, load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.dense_tensors import is_plain
 from dflash_moe.model.progress import quiet_progress
 from dflash_moe.model.refusals import refusing
 from dflash_moe.model.tensor_names import Conversion
@@ -66,11 +67,6 @@ def load_whole(path: str | Path, dtype: str) -> Any:
         model_class, checkpoint, has_experts=True, dtype=TORCH_DTYPES[dtype], experts_implementation="eager"
     )
     return model.eval()
-
-
-def is_plain(checkpoint: Checkpoint) -> bool:
-    """Says whether the loader of transformers takes the files as they are."""
-    return checkpoint.metadata is None and all(info.scales is None for info in checkpoint.tensors.values())
 
 
 def dequantised_state(

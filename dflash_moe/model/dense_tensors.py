@@ -75,6 +75,11 @@ class StoredLatents:
         return [slice_source(self.checkpoint, name, head, outputs, inputs) for head in range(num_heads)]
 
 
+def is_plain(checkpoint: Checkpoint) -> bool:
+    """Says whether the loader of transformers takes the files as they are."""
+    return checkpoint.metadata is None and all(info.scales is None for info in checkpoint.tensors.values())
+
+
 def stored_latents(model: Any, checkpoint: Checkpoint) -> dict[str, StoredLatents]:
     """Returns by the name of the attention module what a GGUF checkpoint stores quantised for
     absorbed attention, apart for keys and values. Others, stored as floats or as one matrix, are

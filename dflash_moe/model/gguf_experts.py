@@ -36,7 +36,7 @@ _GGML_TYPES = {name: number for number, (name, _, _) in BLOCK_TYPES.items()}
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)", re.ASCII)
 _KNOWN = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 _DIMENSIONS = {"weight": 3, "bias": 2, "scale": 1}
-_EXPERTS = "_exps."
+EXPERTS = "_exps."
 # GroveMoE has smaller experts beside the routed ones, which llama.cpp computes by a call of their
 # own.
 _CHUNKS = "_chexps."
@@ -103,7 +103,11 @@ def gguf_experts(path: str | Path) -> GgufExperts:
     Errors: CheckpointError where it is none or is damaged, UnsupportedError naming the architecture
     and the reasons where workers can compute none of its layers.
     """
-    checkpoint = Checkpoint.open(path)
+    return experts_of(Checkpoint.open(path))
+
+
+def experts_of(checkpoint: Checkpoint) -> GgufExperts:
+    """Does the same for an opened checkpoint."""
     if checkpoint.metadata is None:
         raise CheckpointError(f"checkpoint {checkpoint.path}: it is no GGUF file; pass the one that the program loads")
     architecture = str(checkpoint.metadata["general.architecture"])
@@ -151,7 +155,7 @@ def _collect(checkpoint: Checkpoint, formula: ExpertFormula) -> tuple[dict[int, 
     for name in checkpoint.stored:
         if _CHUNKS in name:
             left_out[name] = "smaller experts beside the routed ones"
-        if _EXPERTS not in name or _PROGRAMS_OWN.fullmatch(name):
+        if EXPERTS not in name or _PROGRAMS_OWN.fullmatch(name):
             continue
         place = _IN_LAYER.fullmatch(name)
         if place is None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.model.architecture import find_model_class, load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.gguf_architectures.reading import left_out
-from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
-from dflash_moe.model.weight_formats import RESIDENT_CHOICES
+from dflash_moe.model.host_size import DenseSize, dense_size
+from dflash_moe.model.spec import LayerSpec, ModelSpec, spec_of
+from dflash_moe.model.weight_formats import FORMATS, RESIDENT_CHOICES
 
 GIB = 1 << 30
 # Cards and machines in use have these amounts of memory.
@@ -25,7 +26,7 @@ WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """What is known of a checkpoint. Where the model is supported `reason` is None, and else `spec`
-    is.
+    and `dense` are.
     """
 
     directory: Path
@@ -34,6 +35,8 @@ class Inspection:
     checkpoint_bytes: int
     spec: ModelSpec | None
     reason: str | None
+    # All weights but the routed experts.
+    dense: DenseSize | None = None
     # The files have pages in place of experts (`stub_pages.py`). Sizes are those of the full model.
     is_stub: bool = False
     # A sentence on layers of a GGUF file that are no part of the model.
@@ -53,8 +56,19 @@ class Inspection:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes that stay with the host: everything but routed experts, as it is stored."""
-        return max(0, self.checkpoint_bytes - self.expert_bytes)
+        """The bytes that stay with the host on a processor, which are those of a plan: everything
+        but routed experts, quantised as it is stored.
+        """
+        return self.dense.kept_bytes(self._item_bytes) if self.dense is not None else 0
+
+    @property
+    def host_bytes_on_card(self) -> int:
+        """The same on a card, where torch has everything in the dtype in which the model runs."""
+        return self.dense.torch_bytes(self._item_bytes) if self.dense is not None else 0
+
+    @property
+    def _item_bytes(self) -> int:
+        return FORMATS[self.spec.dtype].block_bytes if self.spec is not None else 0
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -107,6 +121,7 @@ class Inspection:
             "expert_bytes": self.expert_bytes,
             "resident_bytes": self.resident_bytes(),
             "host_bytes": self.host_bytes,
+            "host_bytes_on_card": self.host_bytes_on_card,
             "worker_gib_to_fraction_of_experts": {str(gib): fraction for gib, fraction in self.fits().items()},
             "layers": layers,
         }
@@ -120,9 +135,11 @@ def inspect_model(path: Path) -> Inspection:
     config = checkpoint.config()
     named = config.get("architectures")
     names = tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
-    spec, reason = None, None
+    spec, dense, reason = None, None, None
     try:
-        spec = model_spec(path)
+        architecture = load_architecture(checkpoint)
+        spec = spec_of(checkpoint, architecture)
+        dense = dense_size(architecture, checkpoint)
         # A GGUF file names none, but has one.
         names = names or (find_model_class(load_config(checkpoint)).__name__,)
     except UnsupportedError as error:
@@ -134,6 +151,7 @@ def inspect_model(path: Path) -> Inspection:
         sum(info.num_bytes for info in checkpoint.stored.values()),
         spec,
         reason,
+        dense,
         checkpoint.stub() is not None,
         left_out(checkpoint) if spec is not None else None,
     )

@@ -79,15 +79,19 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(FLOATS)}")
     checkpoint = Checkpoint.open(path)
+    return spec_of(checkpoint, load_architecture(checkpoint), dtype)
+
+
+def spec_of(checkpoint: Checkpoint, architecture: Architecture, dtype: str | None = None) -> ModelSpec:
+    """Derives the layers of an opened checkpoint, with the errors of `model_spec`."""
     if any(name.endswith(INPUT_SCALE) for name in checkpoint.tensors):
         log.warning("checkpoint %s: its static scales of activations (%s) are ignored", checkpoint.path, INPUT_SCALE)
-    architecture = load_architecture(checkpoint)
     conversion = Conversion.of(architecture.model, checkpoint)
     formulas = {name: recognise(module) for name, module in architecture.experts.items()}
     ffns = {name: _derive_ffn(name, module, formulas[name], conversion) for name, module in architecture.experts.items()}
     _check_last_experts(checkpoint, architecture, ffns)
     _confirm(architecture, ffns, formulas)
-    dtype = dtype or _model_dtype(architecture.config) or _stored_dtype(checkpoint, next(iter(ffns.values())))
+    dtype = dtype or _model_dtype(architecture.config) or stored_dtype(checkpoint, next(iter(ffns.values())))
     layers = []
     for index, (name, module) in zip(layer_numbers(tuple(ffns)), architecture.experts.items(), strict=True):
         layers.append(_layer(index, name, module, ffns[name], architecture, checkpoint))
@@ -129,7 +133,8 @@ def _layer(index: int, name: str, module: Any, ffn: FfnSpec, architecture: Archi
     return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.stored_bytes(weight_dtype))
 
 
-def _stored_dtype(checkpoint: Checkpoint, ffn: FfnSpec) -> str:
+def stored_dtype(checkpoint: Checkpoint, ffn: FfnSpec) -> str:
+    """Returns the dtype in which a model runs whose configuration names none."""
     stored = stored_format(checkpoint, ffn.up_tensor)
     return stored if stored in FLOATS else QUANTISED_DTYPE
 

@@ -31,13 +31,14 @@ PROCESSOR = "cpu"
 @dataclass(frozen=True, slots=True)
 class FitLayer:
     """The routed experts of one layer. `memory_bytes` are those of all of them, packed, or as they
-    are stored where no kernel reads their format packed.
+    are stored where no kernel reads their format packed. A token reads `token_bytes` of them.
     """
 
     index: int
     num_experts: int
     memory_bytes: int
     can_pack: bool = True
+    token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,21 +302,23 @@ def _too_many(
 
 
 def _too_large(model: FitModel, machine: Machine, context: int, needed: int, kv_bytes: int | None) -> ConfigError:
+    """Makes the error for a host's own part that has no room. It names what would have: a smaller
+    context for these weights, and smaller weights for this context.
+    """
     needs, room = model.in_memory, machine.memory_bytes - MARGIN_BYTES
     tokens = (room - needs.dense_bytes) // max(1, needs.kv_token_bytes)
-    if kv_bytes is not None:
-        remedy = f"engine.kv_memory of {format_bytes(room - needs.dense_bytes)}" if room > needs.dense_bytes else ""
-    else:
-        remedy = f"--max-context {tokens}" if tokens > 0 else ""
-    smaller = max(0, room - (needed - needs.dense_bytes))
-    if smaller:
-        quantised = f"a file whose weights beside the experts take at most {format_bytes(smaller)}"
-        remedy = f"{remedy}, or {quantised}" if remedy else quantised
     kv = kv_bytes if kv_bytes is not None else context * needs.kv_token_bytes
+    remedies = []
+    if kv_bytes is None and tokens > 0:
+        remedies.append(f"--max-context {tokens}")
+    elif kv_bytes is not None and room > needs.dense_bytes:
+        remedies.append(f"engine.kv_memory of {format_bytes(room - needs.dense_bytes)}")
+    if room > kv:
+        remedies.append(f"a smaller quantisation, whose weights beside the experts take at most {format_bytes(room - kv)}")
+    remedies.append(f"{format_bytes(needed + MARGIN_BYTES - machine.memory_bytes)} more of free memory")
     return ConfigError(
         f"{model.name} is too large for this machine even with all experts in the mapped file: its other weights take "
-        f"{format_bytes(needs.dense_bytes)} and its KV cache for {context:,} tokens {format_bytes(kv)}, beside "
-        f"{format_bytes(MARGIN_BYTES)} that stay free; {format_bytes(machine.memory_bytes)} of memory are free: "
-        f"{format_bytes(needed + MARGIN_BYTES - machine.memory_bytes)} short"
-        + (f"; what would fit: {remedy}" if remedy else "; it needs a machine with more memory")
+        f"{format_bytes(needs.dense_bytes)} and its keys and values of {context:,} tokens {format_bytes(kv)}, beside "
+        f"{format_bytes(MARGIN_BYTES)} that stays free; {format_bytes(machine.memory_bytes)} of memory are free: "
+        f"{format_bytes(needed + MARGIN_BYTES - machine.memory_bytes)} short; what would fit: {', or '.join(remedies)}"
     )

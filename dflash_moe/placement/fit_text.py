@@ -1,5 +1,6 @@
-"""Says in at most eight lines what a fit has decided, what the one number is to turn, and with
-which command it is written down as a topology.
+"""Says in at most eight lines what a fit has decided: what lies where and how much is left there,
+what can be changed, and with which command it is written down as a topology. Another line says how
+fast it may be.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash_moe.config import format_bytes
-from dflash_moe.placement.fit import Fit, FitModel, Machine, Place
+from dflash_moe.placement.fit import Card, Fit, FitModel, HostNeeds, Machine, Place
 
 # Header, processor's memory, mapped file, advice and command take the other lines.
 MAX_CARD_LINES = 3
@@ -17,13 +18,11 @@ MAX_CARD_LINES = 3
 
 def describe(model: FitModel, machine: Machine, found: Fit, command: str) -> list[str]:
     """Returns the lines. `command` writes the fit as a topology."""
-    total = sum(layer.memory_bytes for layer in model.layers)
-    lines = [
-        f"no topology given, fitted to this machine: {model.name}, {len(model.layers)} layers with experts in "
-        f"{model.formats}, {format_bytes(total)}"
-    ]
+    total = format_bytes(sum(layer.memory_bytes for layer in model.layers))
+    lines = [f"{model.name}, fitted to this machine: {len(model.layers)} layers with experts in {model.formats}, {total}"]
     lines += _card_lines(model, machine, found)
-    lines.append(f"  memory, {format_bytes(machine.memory_bytes)} free, {machine.cores} cores: {_memory_text(model, found)}")
+    free = f"memory, {format_bytes(machine.memory_bytes)} free, {machine.cores} core{'s' * (machine.cores != 1)}"
+    lines.append(f"  {free}: {_contents(model, found, None, machine.memory_bytes)}")
     mapped = _place(found, "mapped")
     if mapped is not None:
         can_pack = all(model.layers[at].can_pack for at in mapped.layers)
@@ -31,10 +30,46 @@ def describe(model: FitModel, machine: Machine, found: Fit, command: str) -> lis
             f"  mapped file: experts of {_layers(model, mapped)}, {format_bytes(mapped.num_bytes)}; read "
             f"and {'packed' if can_pack else 'dequantised'} anew in each call, slower than all else"
         )
-    if machine.cards:
-        lines.append(f"  --experts-on-card {found.layers_on_cards} is the number to turn (now of {len(model.layers)} layers)")
+    lines.append(f"  to change: {_advice(model, machine, found)}")
     lines.append(f"  as a topology to edit: {command}")
     return lines
+
+
+def speed_line(model: FitModel, found: Fit, bytes_per_s: float) -> str:
+    """Returns a guess at how fast a request by itself is answered, of which the machine's memory
+    gives `bytes_per_s`; 0 stands for nobody knows.
+    """
+    reads = {place.name: sum(model.layers[at].token_bytes for at in place.layers) for place in found.places}
+    host = "memory" if found.host is None else found.host.name
+    reads = {host: 0} | reads
+    reads[host] += _needs(model, found).dense_bytes
+    places = {"memory": "memory", "mapped": "the mapped file"}
+    parts = [f"{format_bytes(count)} from {places.get(name, name)}" for name, count in reads.items()]
+    text = f"  speed: of the weights a token reads {' and '.join(parts)}"
+    if not bytes_per_s or "memory" not in reads:
+        return text
+    rate = f"memory gives {format_bytes(bytes_per_s)}/s just now"
+    tokens = bytes_per_s / reads["memory"]
+    about = f"about {tokens:.0f}" if tokens >= 10 else f"about {tokens:.1f}"
+    return f"{text}; {rate}: {about} tokens/s at most" + (", less what the rest takes" if len(reads) > 1 else "")
+
+
+def _advice(model: FitModel, machine: Machine, found: Fit) -> str:
+    """Returns the options that move the fit, with what they are now."""
+    parts = []
+    if machine.cards:
+        parts.append(f"--experts-on-card (now {found.layers_on_cards} of {len(model.layers)} layers)")
+    parts.append(f"--max-context (now {found.context:,} tokens, {format_bytes(_needs(model, found).kv_token_bytes)} each)")
+    mapped = _place(found, "mapped")
+    short = 0 if mapped is None else sum(model.layers[at].memory_bytes for at in mapped.layers if model.layers[at].can_pack)
+    if short:
+        # What is left is less than one layer, so that it is not worth its arithmetic.
+        parts.append(f"a smaller quantisation, or {format_bytes(short)} more of free memory, for the layers in the mapped file")
+    return "; ".join(parts)
+
+
+def _needs(model: FitModel, found: Fit) -> HostNeeds:
+    return model.in_memory if found.host is None else model.on_card
 
 
 def _place(found: Fit, name: str) -> Place | None:
@@ -46,35 +81,36 @@ def _card_lines(model: FitModel, machine: Machine, found: Fit) -> list[str]:
     num_layers = 0
     for card in machine.cards:
         place = next((place for place in found.places if place.card is card), None)
-        parts = [_host_text(found)] if card is found.host else []
-        if place is not None:
-            parts.append(f"experts of {_layers(model, place)} ({format_bytes(place.num_bytes)})")
+        text = _contents(model, found, card, card.free_bytes)
         if card is machine.cards[0] and found.host is not card:
-            parts.append("no attention: " + (card.no_host or "its memory has no room for it"))
+            text += "; no attention: " + (card.no_host or "its memory has no room for it")
         num_layers += len(place.layers) if place is not None and len(lines) >= MAX_CARD_LINES - 1 else 0
-        lines.append(f"  {card.device} {card.label}, {format_bytes(card.free_bytes)} free: {'; '.join(parts) or 'nothing'}")
+        lines.append(f"  {card.device} {card.label}, {format_bytes(card.free_bytes)} free: {text}")
     if len(lines) > MAX_CARD_LINES:
         rest = len(lines) - MAX_CARD_LINES + 1
         lines = [*lines[: MAX_CARD_LINES - 1], f"  {rest} more cards: experts of {num_layers} layers"]
     return lines
 
 
-def _host_text(found: Fit) -> str:
-    return f"attention, keys and values of {found.context:,} tokens ({format_bytes(found.kv_bytes)})"
-
-
-def _memory_text(model: FitModel, found: Fit) -> str:
-    place = _place(found, "memory")
-    parts = [_host_text(found)] if found.host is None else []
+def _contents(model: FitModel, found: Fit, card: Card | None, free_bytes: int) -> str:
+    """Returns what lies on a card, or in memory where that is None, and what is left of it."""
+    place = _place(found, "memory") if card is None else next((one for one in found.places if one.card is card), None)
+    parts, taken = [], 0
+    if found.host is card:
+        needs = _needs(model, found)
+        taken = needs.dense_bytes + found.kv_bytes
+        parts.append(f"attention and all but experts ({format_bytes(needs.dense_bytes)})")
+        parts.append(f"keys and values of {found.context:,} tokens ({format_bytes(found.kv_bytes)})")
     if place is not None:
+        taken += place.num_bytes
         parts.append(f"experts of {_layers(model, place)} ({format_bytes(place.num_bytes)})")
-    return "; ".join(parts) or "nothing"
+    return "; ".join([*parts, f"{format_bytes(free_bytes - taken)} left"]) if parts else "nothing"
 
 
 def _layers(model: FitModel, place: Place) -> str:
     if len(place.layers) == len(model.layers):
         return "all layers"
-    return "layers " + ranges([model.layers[at].index for at in place.layers])
+    return f"layer{'s' * (len(place.layers) != 1)} " + ranges([model.layers[at].index for at in place.layers])
 
 
 def ranges(numbers: Sequence[int]) -> str:

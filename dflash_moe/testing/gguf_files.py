@@ -45,10 +45,13 @@ _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.e_score_corr
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
-def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "", host: str = "f32", seed: int = 0) -> Path:
+def write_gguf(
+    source: Path, path: Path, experts: str = "q8_0", *, down: str = "", every_second: bool = False, host: str = "f32",
+    seed: int = 0,
+) -> Path:  # fmt: skip
     """Writes the checkpoint directory `source` as the GGUF file `path`, and returns that. Routed
-    experts are in format `experts`, their down_proj in `down` where that is given, and all other
-    matrices in `host`.
+    experts are in format `experts`, their down_proj in `down` where that is given, in layers of
+    even numbers alone with `every_second`, and all other matrices in `host`.
     """
     checkpoint = Checkpoint.open(source)
     config = checkpoint.config()
@@ -56,7 +59,8 @@ def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "
     writer = gguf.GGUFWriter(str(path), architecture)
     _write_settings(writer, architecture, config)
     for name, value in sorted(_gguf_tensors(checkpoint).items()):
-        format_name = (down or experts if "ffn_down_exps" in name else experts) if "_exps." in name else host
+        is_mixed = "ffn_down_exps" in name and not (every_second and int(name.split(".")[1]) % 2)
+        format_name = (down or experts if is_mixed else experts) if "_exps." in name else host
         if value.ndim == 1 or "ffn_gate_inp" in name or name.endswith("bias"):
             # llama.cpp keeps routers, norms and biases in this format.
             format_name = "f32"

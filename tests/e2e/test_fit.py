@@ -7,6 +7,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from dflash_moe.config import Settings
 from dflash_moe.engine import fitted
 from dflash_moe.errors import ConfigError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.host_size import host_size
+from dflash_moe.model.sizing import model_sizes
 from dflash_moe.model.spec import model_spec
 from dflash_moe.placement.fit import Card, FitModel, FitWishes, Machine, fit
 from dflash_moe.protocol.devices import DeviceChoice
@@ -38,7 +40,7 @@ def spec():
 
 @pytest.fixture(scope="module")
 def needs(spec) -> FitModel:
-    return fitted.fit_model(spec, host_size(Checkpoint.open(spec.path), spec), Settings(), is_plain=True)
+    return fitted.fit_model(model_sizes(Checkpoint.open(spec.path)), Settings())
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,36 @@ def test_a_topology_that_is_given_is_never_fitted(spec):
 def test_plan_writes_a_topology_that_runs(spec, tmp_path, capsys):
     path = tmp_path / "fit.yaml"
     assert run(["plan", "--model", spec.path, "--write", str(path), "--max-context", "64"]) == 0
-    _, err = capsys.readouterr()
-    assert 3 <= len(err.splitlines()) <= 8
+    out, err = capsys.readouterr()
+    assert "fitted to this machine" not in err, "the plan is the result, and goes to stdout"
+    lines = out.splitlines()
+    assert lines[0].startswith(
+        f"{Path(spec.path).name}, fitted to this machine: {len(spec.layers)} layers with experts in f32, "
+    )
+    # What lies where, how much is left, what to change, how fast, and how it is written down.
+    for line, words in zip(
+        lines[1:],
+        (
+            r"  memory, .* free, .*: attention and all but experts \(.*\); keys and values of 64 tokens \(.*\); .* left",
+            r"  to change: --max-context \(now 64 tokens, .* each\)",
+            r"  speed: of the weights a token reads .* from memory(; memory gives .*/s just now: about .* tokens/s at most)?",
+            r"  as a topology to edit: dflash-moe plan --model .* --max-context 64 --write FILE",
+            r"wrote .*fit\.yaml; use it with --topology .*",
+        ),
+        strict=True,
+    ):
+        assert re.fullmatch(words, line), line
     assert logits(dm.Topology.load(path), spec.path)[0]
     assert run(["plan", "--model", spec.path, "--experts-on-card", "1"]) in (0, 2)
+
+
+def test_who_stands_in_for_whom_is_said_only_where_a_worker_can_be_lost_or_somebody_asks(spec, cards, capsys, monkeypatch):
+    assert run(["plan", "--model", spec.path]) == 0
+    assert "lost" not in capsys.readouterr().out
+    assert run(["plan", "-v", "--model", spec.path]) == 0
+    assert "memory: in the host's process, which is not lost alone" in capsys.readouterr().out
+    # The worker of a card that attention is not on has a process of its own.
+    monkeypatch.setattr(fitted, "find_cards", lambda _layers: (dataclasses.replace(cards[0], no_host="told so"),))
+    assert run(["plan", "--model", spec.path]) == 0
+    lost = capsys.readouterr().out.partition("where a worker is lost:\n")[2]
+    assert "reconnect (started again)" in lost

@@ -108,6 +108,8 @@ ARCHITECTURES = {
         defaults={**_GROUPS, **_DENSE_FIRST, **_WEIGHTS, "q_lora_rank": ("attention.q_lora_rank", None)},
         fields=_latent_fields,
         converters=_latent_converters,
+        # Older files have one matrix that expands latents, which is cut into heads.
+        remade=frozenset({"attn_kv_b"}),
     ),
     "glm4moe": GgufArchitecture(
         "glm4_moe",

@@ -12,6 +12,8 @@ from dflash_moe.model.gguf_architectures.conversions import gate_above_up, rotat
 from dflash_moe.model.gguf_architectures.names import decoder_names
 from dflash_moe.model.gguf_architectures.record import GgufArchitecture, GgufFile
 
+# Queries and keys are turned, and so are not kept as they are stored.
+_TURNED = frozenset({"attn_q", "attn_k"})
 _GRANITE_EXPERTS = "block_sparse_moe.experts"
 
 
@@ -52,6 +54,7 @@ ARCHITECTURES = {
         defaults={"sliding_window": ("attention.sliding_window", None)},
         fields=_mixtral_fields,
         converters=_mixtral_converters,
+        remade=_TURNED,
     ),
     "granitemoe": GgufArchitecture(
         "granitemoe",
@@ -67,5 +70,6 @@ ARCHITECTURES = {
         },
         fields=_granite_fields,
         converters=_granite_converters,
+        remade=_TURNED | {"ffn_gate_shexp", "ffn_up_shexp"},
     ),
 }

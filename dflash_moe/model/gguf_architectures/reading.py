@@ -43,22 +43,30 @@ _OPTIONAL_KEYS = {"intermediate_size": "feed_forward_length", "head_dim": "atten
 
 
 def gguf_config(checkpoint: Checkpoint) -> Any:
-    """Returns the transformers configuration of a GGUF checkpoint. Raises UnsupportedError naming
-    the architecture, and CheckpointError naming a missing key.
+    """Returns the transformers configuration of a GGUF checkpoint, with the errors of
+    `gguf_settings`.
     """
     from transformers import AutoConfig
 
+    settings = gguf_settings(checkpoint)
+    with refusing(f"{checkpoint.path}: its metadata makes no configuration"):
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
+def gguf_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the fields of the transformers configuration that the metadata say, `model_type`
+    among them. Raises UnsupportedError naming the architecture, and CheckpointError naming a
+    missing key.
+    """
     metadata = checkpoint.config()
     name = metadata["general.architecture"]
     check_counts(metadata, f"{checkpoint.path}: metadata")
     check_nvfp4_scales(checkpoint)
     with refusing(f"{checkpoint.path}: its metadata is not that of a {name} model", CheckpointError):
         try:
-            settings = _settings(checkpoint, name, metadata)
+            return _settings(checkpoint, name, metadata)
         except KeyError as error:
             raise CheckpointError(f"{checkpoint.path}: metadata {error} is missing, which every {name} model has") from None
-    with refusing(f"{checkpoint.path}: its metadata makes no configuration"):
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
 def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:

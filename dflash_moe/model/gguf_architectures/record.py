@@ -42,6 +42,12 @@ class GgufFile:
         """Says whether the name of a tensor ends so."""
         return any(name.endswith(ending) for name in self.checkpoint.tensors)
 
+    @staticmethod
+    def layer_of(name: str) -> int:
+        """Returns the number of the layer of a tensor, -1 where it is in none."""
+        parts = name.split(".", 2)
+        return int(parts[1]) if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() else -1
+
     def layers_with(self, leaf: str) -> list[int]:
         """Returns the numbers of the layers that have a tensor blk.N.`leaf`, in ascending order."""
         names = (name.split(".", 2) for name in self.checkpoint.tensors if name.startswith("blk."))
@@ -95,7 +101,9 @@ class GgufArchitecture:
     `keys` are metadata keys that become fields of the configuration, and `defaults` those that a
     file may lack. `fields` computes the others, and may replace `model_type`. `names` are words of
     llama.cpp and the modules of transformers in whose place they stand (`names.py`), and
-    `converters` make, for a configuration, the transforms of tensors that are laid out otherwise.
+    `converters` make, for a configuration, the transforms of tensors that are laid out otherwise;
+    those of them that are not experts, and that a processor keeps dequantised, have their words in
+    `remade`.
     """
 
     model_type: str
@@ -105,6 +113,7 @@ class GgufArchitecture:
     defaults: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     fields: Callable[[GgufFile], dict[str, Any]] = _no_fields
     converters: Callable[[Any], list[Any]] = _no_converters
+    remade: frozenset[str] = frozenset()
 
 
 def _decimal(value: Any) -> Any:

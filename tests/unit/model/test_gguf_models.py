@@ -74,6 +74,31 @@ def test_a_part_of_each_head_is_rotated_where_the_file_says_so(tmp_path):
     assert found.rope_parameters["partial_rotary_factor"] == 0.5
 
 
+def test_inspection_has_one_row_for_layers_that_are_alike_and_the_sizes_of_the_plan(tmp_path, capsys):
+    """Every second layer has its down_proj in another format, as llama.cpp's mixed files do."""
+    from dflash_moe.cli.main import run
+    from dflash_moe.config import Settings, format_bytes
+    from dflash_moe.engine.fitted import fit_model
+    from dflash_moe.model.inspect import inspect_model
+    from dflash_moe.model.sizing import model_sizes
+
+    made = MakeOptions(
+        "qwen3_moe", num_layers=12, hidden_size=256, num_experts=2, top_k=1, moe_intermediate_size=256, dtype="f32"
+    )
+    make_checkpoint(made, tmp_path / "hf")
+    path = write(tmp_path / "hf", tmp_path / "m.gguf", "q4_k", down="q6_k", host="q4_k", every_second=True)
+    assert run(["model", "inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if re.match(r"^ +\d+ +2 +1 ", line)]
+    assert [(row[0], row[7], " ".join(row[12:])) for row in rows] == [
+        ("6", "q4_k+q6_k", "0, 2, 4, ..., 10"), ("6", "q4_k", "1, 3, 5, ..., 11"),
+    ]  # fmt: skip
+    found, plan = inspect_model(path), fit_model(model_sizes(Checkpoint.open(path)), Settings())
+    assert (found.host_bytes, found.host_bytes_on_card) == (plan.in_memory.dense_bytes, plan.on_card.dense_bytes)
+    assert f"other weights, at the host: {format_bytes(found.host_bytes)}, {format_bytes(found.host_bytes_on_card)} in" in out
+    assert found.host_bytes < found.host_bytes_on_card
+
+
 def test_layers_keep_the_formats_they_are_stored_in(source, tmp_path):
     from dflash_moe.model.spec import model_spec
 

@@ -29,7 +29,7 @@ from dflash_moe.placement.fit import (
     Machine,
     fit,
 )
-from dflash_moe.placement.fit_text import describe, ranges
+from dflash_moe.placement.fit_text import describe, ranges, speed_line
 from dflash_moe.topology import Topology
 from dflash_moe.topology.write import to_yaml
 
@@ -225,6 +225,70 @@ def test_the_plan_has_at_most_eight_lines_and_the_topology_can_be_written(sizes,
     assert (read.engine, dataclasses.replace(read.host, line=0)) == (found.topology.engine, found.topology.host)
 
 
+def test_the_plan_says_what_lies_where_how_much_is_left_and_what_to_change():
+    sizes = [GIB] * 8
+    first = card(0, 7 * GIB, sizes)
+    second = card(1, 2 * GIB, sizes, no_host="torch is for processors")
+    machine = Machine((first, second), 5 * GIB, 6)
+    assert describe(model(sizes), machine, fit(model(sizes), machine), "write it") == [
+        "made-up, fitted to this machine: 8 layers with experts in q4_k, 8.0 GiB",
+        "  cuda:0 made-up card, 7.0 GiB free: attention and all but experts (2.0 GiB); keys and values of 8,192 tokens "
+        "(1.0 GiB); experts of layers 6..8 (3.0 GiB); 1.0 GiB left",
+        "  cuda:1 made-up card, 2.0 GiB free: experts of layer 5 (1.0 GiB); 1.0 GiB left",
+        "  memory, 5.0 GiB free, 6 cores: experts of layers 1..4 (4.0 GiB); 1.0 GiB left",
+        "  to change: --experts-on-card (now 4 of 8 layers); --max-context (now 8,192 tokens, 128.0 KiB each)",
+        "  as a topology to edit: write it",
+    ]
+    alone = Machine((), 5 * GIB, 1)
+    lines = describe(model(sizes), alone, fit(model(sizes), alone), "write it")
+    assert lines[1] == (
+        "  memory, 5.0 GiB free, 1 core: attention and all but experts (1.0 GiB); keys and values of 8,192 tokens "
+        "(512.0 MiB); experts of layers 7..8 (2.0 GiB); 1.5 GiB left"
+    )
+    assert lines[3] == (
+        "  to change: --max-context (now 8,192 tokens, 64.0 KiB each); a smaller quantisation, or 6.0 GiB more of free "
+        "memory, for the layers in the mapped file"
+    )
+
+
+def test_the_guess_at_the_speed_names_what_a_token_reads_from_where():
+    sizes = [GIB] * 8
+    made = model(sizes)
+    layers = tuple(dataclasses.replace(layer, token_bytes=GIB // 8) for layer in made.layers)
+    made, alone = dataclasses.replace(made, layers=layers), Machine((), 64 * GIB, 1)
+    found = fit(made, alone)
+    assert speed_line(made, found, 20 * GIB) == (
+        "  speed: of the weights a token reads 2.0 GiB from memory; memory gives 20.0 GiB/s just now: about 10 tokens/s at most"
+    )
+    # Nobody knows how fast this memory is.
+    assert speed_line(made, found, 0.0) == "  speed: of the weights a token reads 2.0 GiB from memory"
+    tight = fit(made, Machine((), 5 * GIB, 1))
+    assert speed_line(made, tight, 3 * GIB) == (
+        "  speed: of the weights a token reads 1.2 GiB from memory and 768.0 MiB from the mapped file; memory gives 3.0 GiB/s "
+        "just now: about 2.4 tokens/s at most, less what the rest takes"
+    )
+    cards = fit(made, Machine((card(0, 7 * GIB, sizes),), 64 * GIB, 1))
+    assert speed_line(made, cards, 20 * GIB) == (
+        "  speed: of the weights a token reads 2.4 GiB from cuda0 and 640.0 MiB from memory; memory gives 20.0 GiB/s just now: "
+        "about 32 tokens/s at most, less what the rest takes"
+    )
+    assert "memory" not in speed_line(made, fit(made, Machine((card(0, 64 * GIB, sizes),), 64 * GIB, 1)), 20 * GIB)
+
+
+def test_too_little_memory_names_the_context_the_quantisation_and_the_memory_that_would_do():
+    made = model([GIB], dense=2 * GIB, kv_token=1 << 17)
+    with pytest.raises(ConfigError) as caught:
+        fit(made, Machine((), 3 * GIB + (512 << 20), 1))
+    assert str(caught.value) == (
+        "made-up is too large for this machine even with all experts in the mapped file: its other weights take 2.0 GiB and "
+        "its keys and values of 8,192 tokens 1.0 GiB, beside 1.0 GiB that stays free; 3.5 GiB of memory are free: 512.0 MiB "
+        "short; what would fit: --max-context 4096, or a smaller quantisation, whose weights beside the experts take at most "
+        "1.5 GiB, or 512.0 MiB more of free memory"
+    )
+    with pytest.raises(ConfigError, match=r"5\.5 GiB short; what would fit: 5\.5 GiB more of free memory$"):
+        fit(model([GIB], dense=4 * GIB), Machine((), 0, 1))
+
+
 def test_ranges_join_neighbours():
     assert (ranges([]), ranges([3]), ranges([0, 1, 2, 5, 7, 8])) == ("", "3", "0..2, 5, 7..8")
 
@@ -235,5 +299,5 @@ def test_a_layer_that_cannot_be_packed_stays_in_the_file_and_does_not_stop_the_o
     made, machine = dataclasses.replace(made, layers=layers), Machine((), 30 * GIB, 2)
     found = fit(made, machine)
     assert layers_of(found) == {"memory": (0, 2), "mapped": (1,)}
-    assert any("mapped file: experts of layers 2, 1.0 GiB; read and dequantised anew" in line for line in
+    assert any("mapped file: experts of layer 2, 1.0 GiB; read and dequantised anew" in line for line in
                describe(made, machine, found, "x"))  # fmt: skip
