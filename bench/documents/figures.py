@@ -13,8 +13,8 @@ from bench.documents.text import digits, percent
 
 
 def _auto_ratios(recorded: Recorded) -> list[float]:
-    """Returns for all settings and prompts the median time of the better fixed mode divided by that
-    of auto.
+    """Returns for all settings and prompts the median, over the rounds, of the time of the better
+    fixed mode divided by that of auto.
     """
     return [entry["median_ratio"] for name in SETTINGS for entry in recorded.summary(f"modes_{name}")]
 

@@ -10,9 +10,10 @@ namespace dflash::client {
 namespace {
 
 constexpr uint32_t kFactors[SliceChoice::kCandidates] = {1, 2, 4, 8, 16};
-// A wider window must promise to need at most this share, because it costs memory and fairness
-// between calls.
-constexpr double kWindowGain = 0.98;
+// A window is wide enough where credits come back in at most this share of the time that the
+// slowest stage gives them. A credit that is late by a wake-up, or by another call's turn at the
+// host, then leaves no stage without work, which costs more than the slots of a wider window.
+constexpr double kCreditShare = 0.75;
 
 struct StageTimes {
   double send, compute, receive;           // the latency of one slice in each stage
@@ -33,18 +34,16 @@ StageTimes stages(const Curves& curves, const Chunk& chunk, uint32_t num_slices)
   return t;
 }
 
-double pipeline_ns(const StageTimes& t, uint32_t num_slices, uint32_t window) {
-  const double one = t.send + t.compute + t.receive;
-  const double pace = std::max({t.send_occupied, t.compute, t.receive_occupied, one / window});
-  return one + (num_slices - 1) * pace;
-}
-
 }  // namespace
 
 double expected_experts(double experts, double rows, double pairs) {
   if (!(experts > 0) || !(rows > 0)) return 0;
   const double share = std::min(1.0, pairs / rows / experts);
   return experts * (1.0 - std::pow(1.0 - share, rows));
+}
+
+uint32_t least_slice_tokens(uint32_t num_tokens) {
+  return std::clamp(num_tokens / 4, kLeastSliceTokens, kLeastOfLong);
 }
 
 void SliceChoice::add_wait(double wait_ns) {
@@ -59,13 +58,12 @@ void SliceChoice::add_wait(double wait_ns) {
 SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices,
                        uint32_t max_window) {
   const StageTimes t = stages(curves, chunk, num_slices);
-  SliceForecast best{num_slices, std::min(2u, max_window), 0};
-  best.ns = pipeline_ns(t, num_slices, best.window);
-  for (uint32_t window = best.window + 1; window <= std::min(max_window, num_slices); ++window) {
-    const double ns = pipeline_ns(t, num_slices, window);
-    if (ns < best.ns * kWindowGain) best = {num_slices, window, ns};
-  }
-  return best;
+  const double one = t.send + t.compute + t.receive;
+  const double slowest = std::max({t.send_occupied, t.compute, t.receive_occupied});
+  uint32_t window = std::min(2u, max_window);
+  while (window < std::min(max_window, num_slices) && one / window > kCreditShare * slowest)
+    ++window;
+  return {num_slices, window, one + (num_slices - 1) * std::max(slowest, one / window)};
 }
 
 SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max_window,
@@ -79,13 +77,14 @@ SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max
   choice.compute_ns = whole.compute;
   choice.receive_ns = whole.receive;
   choice.reason = ChoiceReason::kSmall;
-  if (chunk.num_tokens <= kLeastSliceTokens) return choice;
+  const uint32_t least_tokens = least_slice_tokens(chunk.num_tokens);
+  if (chunk.num_tokens < 2 * least_tokens) return choice;
   choice.reason = ChoiceReason::kWhole;
   SliceForecast best = choice.taken;
   SliceForecast kept = choice.taken;  // it is taken unless something else is clearly better
   for (const uint32_t factor : kFactors) {
     const uint32_t num_slices = chunk.least_slices * factor;
-    if (factor > 1 && chunk.num_tokens / num_slices < kLeastSliceTokens) break;
+    if (factor > 1 && chunk.num_tokens / num_slices < least_tokens) break;
     // A curve is believed down to half of the smallest slice ever seen. The next choice then knows
     // more.
     if (factor > 1 && chunk.pairs / num_slices < curves.compute.smallest_units() / 2) break;

@@ -36,7 +36,7 @@ struct Curves {
 enum class ChoiceReason : uint8_t {
   kFixed,       // the mode says how many slices
   kUnmeasured,  // nothing is known yet, so the chunk stays whole
-  kSmall,       // at most kLeastSliceTokens tokens are not worth cutting
+  kSmall,       // two slices of the least size would have more tokens
   kWhole,       // no cut is predicted to win by more than the hysteresis
   kSliced,      // slices are predicted to hide transfers
 };
@@ -63,7 +63,8 @@ struct SliceChoice {
   void add_wait(double wait_ns);
 };
 
-inline constexpr uint32_t kLeastSliceTokens = 64;
+// No slice has fewer tokens, nor, but for short chunks, fewer than kLeastOfLong.
+inline constexpr uint32_t kLeastSliceTokens = 16, kLeastOfLong = 64;
 // Another number of slices is taken only if it is predicted to need at most this share of the time.
 inline constexpr double kHysteresis = 0.95;
 // It must also save this much, because less is lost again in wake-ups of a busy machine.
@@ -73,8 +74,12 @@ inline constexpr double kLeastGainNs = 500'000;
 // experts: E * (1 - (1 - k/E)^m) with k = pairs / rows and m = rows.
 double expected_experts(double experts, double rows, double pairs);
 
-// The time of the chunk in `num_slices` slices, with the smallest window up to `max_window` that no
-// wider one beats by 2 %.
+// The least number of tokens of a slice: 64, or a quarter of a chunk that is shorter than 256, so
+// that over a slow link also the shortest prompts hide some of their transfer.
+uint32_t least_slice_tokens(uint32_t num_tokens);
+
+// The time of the chunk in `num_slices` slices, with the smallest window up to `max_window` whose
+// credits come back early enough.
 SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices,
                        uint32_t max_window);
 

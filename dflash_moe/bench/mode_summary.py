@@ -30,11 +30,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         shared = min(len(row["samples_s"]) for row in (own["auto"], *fixed))
         better = min(fixed, key=lambda row: statistics.median(row["samples_s"][:shared]))
-        ratios = [
-            fixed_s / auto_s
-            for fixed_s, auto_s in zip(better["samples_s"], own["auto"]["samples_s"], strict=False)
-            # Where stream has fewer rounds, its first ones are compared.
-        ]
+        ratios = round_ratios(better["samples_s"], own["auto"]["samples_s"])
         found.append(
             {
                 "prompt_tokens": prompt_tokens,
@@ -48,6 +44,14 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def round_ratios(reference_s: Sequence[float], times_s: Sequence[float]) -> list[float]:
+    """Returns for each round how much quicker `times_s` was than `reference_s`. A disturbance that
+    lasts a round disturbs both, so that the median of these says more than the ratio of medians.
+    Where one has fewer rounds (mode stream over long prompts), the first ones are compared.
+    """
+    return [reference / own for reference, own in zip(reference_s, times_s, strict=False)]
 
 
 def median_predictions(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -95,11 +95,12 @@ class Series:
 def measure_round(
     host: HostModel, runtime: ExpertRuntime, input_ids: Any, series: Sequence[Series], new_tokens: int, *, keep: bool = True
 ) -> None:
-    """Takes one sample of every series in order over one runtime. Without `keep`, in warm-up, it
-    measures and forgets.
+    """Takes one sample of every series in order over one runtime, each after its mode has settled.
+    Without `keep`, in warm-up, it measures and forgets.
     """
     for one in series:
         runtime.set_mode(one.mode, dtype=one.dtype, reply_dtype=one.dtype)
+        settle(host, runtime, input_ids)
         _measure(host, runtime, input_ids, one, new_tokens, keep=keep)
 
 

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ MODES = ("stream", "batched", "auto")
 DTYPES = ("f32", "bf16")
 NEW_TOKENS = 48
 DECODE_TOKENS = 8
-ROUNDS = 3
+ROUNDS = 5
 NETWORK_DELAY_MS, NETWORK_MBIT_S = 0.5, 200.0
 NEAR = "on this machine, over shared memory"
 FAR = f"behind a network of {NETWORK_MBIT_S:g} Mbit/s, {NETWORK_DELAY_MS:g} ms each way (emulated)"
@@ -90,24 +91,30 @@ def _started(topology: Topology, model: Path, place: str) -> Iterator[tuple[Host
 
 
 def print_places(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Prints what every mode cost in each place, beside streaming float32 there, and what the
-    columns mean.
+    """Prints what every mode cost in each place, beside streaming float32 there, how `auto` did
+    beside the better fixed mode, and what the columns mean.
     """
+    from dflash_moe.bench.mode_summary import round_ratios, summarise
+
     tokens = next(iter(rows.values()))[0]["prompt_tokens"]
     typer.echo(
         f"Prefill of {tokens:,} tokens. Two workers compute the experts of every layer, the host the rest. stream sends slices "
         "of four\ntokens, batched all tokens of a layer at once, auto slices of the size that it measures to be quickest; bf16 "
-        f"halves the bytes. Times are medians of {ROUNDS} rounds.\n"
+        f"halves the bytes. Times are medians of {ROUNDS} rounds; how much quicker one is than another is the median of the\n"
+        "rounds' ratios, because what disturbs a round disturbs all of it.\n"
     )
     for place, of_place in rows.items():
         typer.echo(place)
         table = options.table("mode", "dtype", "prefill s", "tokens/s", "calls", "MiB out", "MiB back", "against stream f32")
-        slowest = next(row["median_s"] for row in of_place if (row["mode"], row["dtype"]) == ("stream", "f32"))
+        slowest = next(row["samples_s"] for row in of_place if (row["mode"], row["dtype"]) == ("stream", "f32"))
         for row in of_place:
             sizes = (f"{row[key] / MIB:.2f}" for key in ("request_bytes", "reply_bytes"))
             speeds = (f"{row['median_s']:.3f}", f"{row['tokens_per_s']:.0f}", f"{row['calls']:,}")
-            table.add_row(row["mode"], row["dtype"], *speeds, *sizes, f"{slowest / row['median_s']:.2f}x")
+            quicker = statistics.median(round_ratios(slowest, row["samples_s"]))
+            table.add_row(row["mode"], row["dtype"], *speeds, *sizes, f"{quicker:.2f}x")
         options.show(table)
+        judged = (f"{one['median_ratio']:.2f}x {one['better_fixed']} ({one['dtype']})" for one in summarise(of_place))
+        typer.echo(f"auto against the better fixed mode: {', '.join(judged)}\n")
 
 
 def _complete(host: HostModel, directory: Path) -> None:
@@ -135,7 +142,11 @@ def _measure(host: HostModel, runtime: ExpertRuntime, assets: Path) -> list[Seri
         raise DflashError(f"prompt.txt gives {input_ids.shape[1]} tokens; the demo needs at least {MIN_PROMPT_TOKENS}")
     options.say(f"prefill of {input_ids.shape[1]:,} tokens from prompt.txt in every mode, {ROUNDS} rounds after a warm-up")
     series = [Series(mode, dtype) for dtype in DTYPES for mode in MODES]
+    # The engine learns from the steps of all modes whether halves pay, and the client from all calls
+    # what slices cost. `auto` then has to have used both, as it has after a few chunks of any run.
     measure_round(host, runtime, input_ids, series, DECODE_TOKENS, keep=False)
+    learning = [one for one in series if one.mode == "auto"]
+    measure_round(host, runtime, input_ids, learning, DECODE_TOKENS, keep=False)
     for _ in range(ROUNDS):
         measure_round(host, runtime, input_ids, series, DECODE_TOKENS)
     return series

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.checks.sources import project_files
 
 _LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
-_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def find(root: Path) -> list[str]:

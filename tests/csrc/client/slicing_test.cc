@@ -76,13 +76,35 @@ TEST_CASE("over a slow link slices hide at least four fifths of what could be hi
   CHECK(choice.taken.window >= 3);
 }
 
-TEST_CASE("chunks of at most 64 tokens are never cut, and no slice is smaller") {
-  CHECK(choose_slices(slow_link().curves(), chunk_of(64), 4, 0).reason == ChoiceReason::kSmall);
-  for (uint32_t num_tokens = 65; num_tokens <= 2048; num_tokens += 61) {
+TEST_CASE("no slice is below 64 tokens or a quarter of the chunk, nor below 16") {
+  CHECK(choose_slices(slow_link().curves(), chunk_of(31), 4, 0).reason == ChoiceReason::kSmall);
+  for (uint32_t num_tokens = 32; num_tokens <= 2048; num_tokens += 31) {
     const SliceChoice choice = choose_slices(slow_link().curves(), chunk_of(num_tokens), 4, 0);
-    CHECK((choice.taken.num_slices == 1 ||
-           num_tokens / choice.taken.num_slices >= kLeastSliceTokens));
+    const uint32_t least = std::max(16u, std::min(64u, num_tokens / 4));
+    CHECK((choice.taken.num_slices == 1 || num_tokens / choice.taken.num_slices >= least));
   }
+}
+
+TEST_CASE(
+    "a prompt of 64 tokens hides transfer over a slow link, and is whole over shared memory") {
+  const SliceChoice far = choose_slices(slow_link().curves(), chunk_of(64), 4, 0);
+  CHECK(far.reason == ChoiceReason::kSliced);
+  CHECK(far.taken.ns < 0.9 * far.considered[0].ns);
+  const SliceChoice near = choose_slices(shared_memory().curves(), chunk_of(64), 4, 0);
+  CHECK(near.taken.num_slices == 1);
+}
+
+TEST_CASE("the window lets credits come back a quarter earlier than the slowest stage needs them") {
+  // 64 rows are 5.24 ms on the link in each direction, the loop is 15.5 ms: three credits would
+  // just do, as long as none is late
+  const Taught taught(2e6, 40, 1'000, 5'000);
+  const SliceForecast one = forecast(taught.curves(), chunk_of(1024), 16, 8);
+  const double occupied = 40 * kRowBytes * 64;
+  CHECK(one.window == 4);
+  CHECK(one.ns < 1.02 * (1024 * kRowBytes * 40 + occupied + 5e6));
+  // where computing sets the pace two credits are enough
+  CHECK(forecast(shared_memory().curves(), chunk_of(1024), 16, 8).window == 2);
+  CHECK(forecast(taught.curves(), chunk_of(1024), 16, 3).window == 3);
 }
 
 TEST_CASE("a gain below the hysteresis changes nothing, whichever number is in force") {

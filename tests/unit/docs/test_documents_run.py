@@ -26,14 +26,24 @@ C_HEADER = ROOT / "csrc" / "c_interface" / "dflash_moe.h"
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in project_files(ROOT, ".md")}
 
 
-def _code_lines(text: str) -> list[str]:
-    """Lines of indented and fenced blocks, continuation lines joined, comments and `$ ` prompts
-    removed.
+FENCED = re.compile(r"^( *)```\w*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^ {4,}\S.*\n|^\s*\n)+", re.MULTILINE)
+# What a reader copies must run as it is copied: a shell ends a here-document at a line that begins
+# with the word, and Python refuses indented lines.
+NEEDS_FENCE = re.compile(r"<<'?END|^ *(?:import|from) \w", re.MULTILINE)
+
+
+def _blocks(text: str) -> list[str]:
+    """Fenced blocks as they are copied, but for the indentation of the list that they stand in, and
+    indented ones.
     """
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    fenced = [line for block in blocks for line in block.splitlines()]
-    indented = [line for line in text.splitlines() if line.startswith("    ")]
-    joined = "\n".join([*fenced, *indented]).replace("\\\n", " ")
+    fenced = [re.sub(rf"^{one[1]}", "", one[2], flags=re.MULTILINE) for one in FENCED.finditer(text)]
+    return fenced + [textwrap.dedent(block) for block in INDENTED.findall(FENCED.sub("", text)) if block.strip()]
+
+
+def _code_lines(text: str) -> list[str]:
+    """Lines of code, continuation lines joined, comments and `$ ` prompts removed."""
+    joined = "\n".join(_blocks(text)).replace("\\\n", " ")
     return [re.sub(r"\s#.*$", "", line.strip().removeprefix("$ ")) for line in joined.splitlines()]
 
 
@@ -75,11 +85,7 @@ def test_documented_environment_variables_exist(document: str) -> None:
 def _topologies() -> list[tuple[str, str]]:
     found = []
     for name, text in DOCUMENTS.items():
-        for block in re.findall(r"(?:^ {4,}\S.*\n|^\s*\n)+", text, re.MULTILINE):
-            lines = [line for line in block.splitlines() if line.strip()]
-            if lines and lines[0].strip() == "version: 1":
-                indent = len(lines[0]) - len(lines[0].lstrip())
-                found.append((name, "\n".join(line[indent:] for line in lines) + "\n"))
+        found += [(name, block) for block in _blocks(text) if block.lstrip("\n").startswith("version: 1\n")]
     return found
 
 
@@ -109,13 +115,23 @@ def test_files_named_in_the_documents_exist(document: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
+def test_what_indentation_would_break_is_fenced(document: str) -> None:
+    broken = [block for block in INDENTED.findall(FENCED.sub("", DOCUMENTS[document])) if NEEDS_FENCE.search(block)]
+    assert broken == []
+
+
 @pytest.mark.parametrize(
     ("document", "said"), [("README.md", r"\(2, 192\)"), ("docs/howto/python_engine.md", r"True\n'.{10,}'")]
 )
 def test_the_programs_of_the_documents_run(document: str, said: str) -> None:
+    """What stands between the fences is given to a shell, byte by byte."""
     pytest.importorskip("transformers")
-    program = textwrap.dedent(re.split(r"\n *END\n", DOCUMENTS[document].partition("python - <<'END'\n")[2])[0])
-    command = [sys.executable, "-c", program]
+    (copied,) = (
+        block for block in re.findall(r"^ *```bash\n(.*?)^ *```$", DOCUMENTS[document], re.M | re.S) if "<<'END'" in block
+    )
+    # This interpreter need not be the one that `make` installs.
+    command = ["bash", "-e", "-c", copied.replace(".venv/bin/python", sys.executable)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr[-1000:]
     assert re.fullmatch(said, ended.stdout.strip()), ended.stdout
