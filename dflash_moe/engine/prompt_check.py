@@ -58,8 +58,8 @@ class LengthWarning:
             self._is_said = True
             log.warning(
                 "%s: its tokens depend on max_tokens: the model rotates by another table in a sequence of up to %d tokens "
-                "(prompt and max_tokens) than in a prompt of %d, and one table holds for the whole sequence; give requests that "
-                "are compared the same sum of both (docs/howto/python_engine.md)",
+                "(prompt and max_tokens) than in a prompt of %d, and one table holds for the whole sequence; give requests "
+                "that are compared the same sum of both (docs/howto/python_engine.md)",
                 name, num_prompt + max_tokens, num_prompt,
             )  # fmt: skip
 

@@ -30,8 +30,8 @@ Arguments = tuple[Any, ...]
 # Asks a module for float32.
 _FLOAT32 = torch.zeros(1, 1, 1)
 
-# So many digests are kept, of 16 bytes each.
-_MAX_DIGESTS = 1 << 16
+# The digests of so many chunks are kept, of 16 bytes for each block.
+_MAX_DIGESTED = 1 << 12
 
 
 class _OfThread(threading.local):
@@ -64,7 +64,8 @@ class RotaryTables:
         # Whether a position's values differ between sequences that may become unlike long: then
         # their keys do too. Else all sequences read one table of all positions.
         self.depends_on_length = not self._are_kinds_known or self._looks_at_others()
-        self._digests: dict[tuple[int, int, int], bytes] = {}
+        # Of each block, by length, chunk and tokens of a block, which divide a chunk.
+        self._digests: dict[tuple[int, int, int], list[bytes]] = {}
         # Whether a forward pass has asked for its tables.
         self.is_used = False
         self._shared: dict[tuple[Any, ...], _SharedTables] = {}
@@ -155,22 +156,25 @@ class RotaryTables:
         """
         if not self._are_kinds_known:
             return length.to_bytes(8, "little")
-        key = (length, block, block_tokens)
-        found = self._digests.get(key)
-        if found is None:
-            first = block * block_tokens
-            digest = blake2b(digest_size=16)
-            for kind in self._kinds:
-                # In tensors of the same shape as those that are rotated by, whose bits these are.
-                for chunk in range(first // CHUNK, -(-(first + block_tokens) // CHUNK)):
-                    tables, _ = self._chunk(_FLOAT32, length, chunk, kind, {})
-                    begin = max(0, first - chunk * CHUNK)
-                    for table in tables:
-                        rows = table[:, begin : first + block_tokens - chunk * CHUNK].contiguous()
-                        digest.update(torch.view_as_real(rows).numpy() if rows.is_complex() else rows.cpu().numpy())
-            if len(self._digests) >= _MAX_DIGESTS:
+        per_chunk, chunk = CHUNK // block_tokens, block * block_tokens // CHUNK
+        key = (length, chunk, block_tokens)
+        if key not in self._digests:
+            if len(self._digests) >= _MAX_DIGESTED:
                 self._digests.clear()
-            found = self._digests[key] = digest.digest()
+            self._digests[key] = self._chunk_digests(length, chunk, block_tokens)
+        return self._digests[key][block % per_chunk]
+
+    def _chunk_digests(self, length: int, chunk: int, block_tokens: int) -> list[bytes]:
+        """Returns the digest of each block of a chunk."""
+        # In tensors of the same shape as those that are rotated by, whose bits these are.
+        tables = [table for kind in self._kinds for table in self._chunk(_FLOAT32, length, chunk, kind, {})[0]]
+        rows = [(torch.view_as_real(table) if table.is_complex() else table).movedim(1, 0).cpu() for table in tables]
+        found = []
+        for begin in range(0, CHUNK, block_tokens):
+            digest = blake2b(digest_size=16)
+            for table in rows:
+                digest.update(table[begin : begin + block_tokens].contiguous().view(torch.uint8).numpy())
+            found.append(digest.digest())
         return found
 
     def are_alike(self, length: int, other: int) -> bool:
@@ -195,8 +199,10 @@ class RotaryTables:
     def _compute(
         self, x: torch.Tensor, positions: torch.Tensor, last: int, arguments: Any, options: Any
     ) -> tuple[Tables, bool]:
-        # A module of some types writes to itself, so that each computation gets a fresh copy.
-        module = copy.deepcopy(self._pristine)
+        # A module of some types writes to itself, so that each computation gets a fresh copy; to
+        # its configuration none does.
+        config = getattr(self._pristine, "config", None)
+        module = copy.deepcopy(self._pristine, {} if config is None else {id(config): config})
         given = torch.cat((positions, torch.tensor([max(last, int(positions[-1]))])))[None].to(self._device)
         out = module.forward(x[:1, :1].to(self._device), given, *arguments, **options)
         tables = out if isinstance(out, tuple) else (out,)

@@ -37,7 +37,15 @@ def load_tokenizer(path: Path) -> Any:
     parts = find_gguf(path)
     if not parts:
         with refusing_tokenizer(f"checkpoint {path}: its tokenizer cannot be read"):
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+            found = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            is_empty = found.vocab_size <= len(set(found.all_special_ids))
+        if is_empty:
+            # For some architectures transformers makes one of nothing where the files are missing.
+            raise UnsupportedError(
+                f"checkpoint {path}: it has no tokenizer, only special tokens; copy tokenizer.json, or what the model's maker "
+                "has in its place, beside config.json"
+            )
+        return found
     _check_gguf_tokenizer(parts[0])
     with refusing_tokenizer(f"{parts[0]}: its tokenizer cannot be built from the metadata ({_REMEDY})"):
         from transformers import PreTrainedTokenizerFast

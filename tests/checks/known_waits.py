@@ -201,8 +201,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "leave ThreadPoolExecutor": "bounded: the seeds under way end; virtual time goes on even for code that spins",
         "call done.result": "bounded: a seed ends, because virtual time goes on even for code that spins",
     },
+    "dflash_moe/engine/chat_prompts.py": {
+        "lock self._lock": "bounded: held while the template is looked for in files of the checkpoint, once",
+    },
     "dflash_moe/engine/delivery.py": {
-        "call arrived.wait": "bounded: asyncio.wait_for around it gives it up after LOOK_S, a second",
         "lock self._lock": "bounded: held over lists and the bells of who waits; all waits are done without it",
     },
     "dflash_moe/integrations/chat_template.py": {

@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_how_steps_cut_prompts(opened):
 
 def test_a_cached_prefix_changes_no_bit(opened):
     ends = [replace(asked(30 + number), prompt=(*asked(30, 40).prompt, *asked(50 + number, 9).prompt)) for number in range(3)]
-    # Some rotary types depend on the length that a sequence may reach; equal lengths share blocks.
+    # Some rotary types depend on the length that a sequence may reach; equal lengths always share.
     params = [replace(one.params, max_tokens=9) for one in ends]
     wanted = [replace(one, params=changed) for one, changed in zip(ends, params, strict=True)]
     with engine_run(opened.host, max_batch_tokens=64) as run:
