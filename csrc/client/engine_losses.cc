@@ -266,11 +266,6 @@ void Engine::wear_out_unfit() {
   }
 }
 
-bool Engine::has_worn_path() const {
-  return std::any_of(links_.begin(), links_.end(),
-                     [](const auto& link) { return link->path.state() == PathState::kWorn; });
-}
-
 std::vector<WornPath> Engine::retire_worn_paths() {
   std::vector<WornPath> retired;
   for (uint32_t index = 0; index < links_.size(); ++index) {

@@ -79,7 +79,8 @@ class ExpertClient {
   // finish, the other two for what stands beside them, each until `tick`. All three return whether
   // it came about, and a caller who can wait longer repeats them.
   bool hold(Deadline tick);
-  bool wait_until_quiet(Deadline tick);  // no call is under way and no path is worn
+  // No call is under way. Paths may be worn: whoever renews them does so meanwhile, or later.
+  bool wait_until_quiet(Deadline tick);
   // No call is under way, and whether a device step can begin does not hang on a path that is being
   // renewed. Paths that lack slots are renewed from here on, and waited for where nobody else holds
   // their shards.
