@@ -100,6 +100,11 @@ void Engine::judge(Link& link, int64_t now) {
   }
 }
 
+int64_t Engine::pulse_age_ns(Link& link) {
+  judge(link, now());
+  return now_ns() - link.liveness.last_pulse_ns();
+}
+
 void Engine::judge_silence(Link& link, int64_t now) {
   const auto lasts = [&](int64_t limits) {
     return link.silence.lasts_ns(now) > limits * longest_silence_ns(link);

@@ -326,6 +326,15 @@ std::vector<WornPath> ExpertClient::retire_worn_paths() {
   return state_->engine.retire_worn_paths();
 }
 
+Result<int64_t> ExpertClient::pulse_age_ns(uint32_t worker) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  const int64_t age_ns = state_->engine.pulse_age_ns(*link.value());
+  state_->tell_keepers();
+  return age_ns;
+}
+
 Status ExpertClient::retire_path(uint32_t worker, const std::string& reason) {
   const Turn turn(state_->turns);
   auto link = state_->link(worker);

@@ -99,6 +99,9 @@ class ExpertClient {
   void wake_renewer();
   // Retires the paths that wait. The caller renews each of them, or marks its worker lost.
   std::vector<WornPath> retire_worn_paths();
+  // Reads the pulses of a worker, and returns how long ago the last one was read: whoever waits for
+  // its answer on another way learns whether it runs. Errors: kInvalidArgument.
+  Result<int64_t> pulse_age_ns(uint32_t worker);
   // Retires a path that need not be worn; its worker must have nothing in flight. Errors:
   // kInvalidArgument, kWorkerLost.
   Status retire_path(uint32_t worker, const std::string& reason);

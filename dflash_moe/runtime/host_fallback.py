@@ -274,9 +274,7 @@ class HostFallback:
             self.on_change()
 
     def _when_possible(self, one: _StandIn, step: Callable[[], Result]) -> Result:
-        """Returns what `step` does, which is tried again as long as this process lacks something:
-        calls may wait for the stand-in meanwhile. Errors are those of `step`.
-        """
+        """Returns what `step` does; what this process lacks for it is waited for."""
         lacks = SpacedLog(log)
         while True:
             try:

@@ -16,18 +16,16 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import ConfigError, DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.descriptors import Descriptors
-from dflash_moe.protocol.failures import is_passing
-from dflash_moe.protocol.framing import PeerGone
 from dflash_moe.runtime.fleet import LEAST_ATTACH_S
-from dflash_moe.runtime.spaced_log import SpacedLog
+from dflash_moe.runtime.renewal import PAUSE_S, RENEWALS, Renewal, try_to_renew
 
 if TYPE_CHECKING:
     from dflash_moe import _core
@@ -38,11 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A worker with which so many renewals of a path in a row came to nothing is lost.
-RENEWALS = 3
-# A renewal that lacked something, descriptors for example, pauses this long before its next try:
-# others may give it back meanwhile.
-PAUSE_S = 0.2
 # The threads have this time to end. A renewal under way ends as soon as its connection is hung up.
 STOP_S = 5.0
 # Why a path is renewed that is not worn.
@@ -50,38 +43,6 @@ OTHER_SLOTS = "slots of another size are needed"
 NOBODY: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})
 # Takes a fresh path over: the host's channel, the generation, and the pulse's descriptor or -1.
 TakePath = Callable[["_core.Channel", int, int], None]
-
-
-@dataclass(slots=True)
-class _Renewal:
-    """One path that is being renewed by a thread of its own."""
-
-    reason: str
-    began: float = field(default_factory=time.monotonic)
-    thread: threading.Thread | None = None
-    is_late: bool = False
-    is_over: bool = False
-    # Done when the worker has its path or is lost. It fails where this process lacks something, and
-    # the renewal goes on all the same.
-    outcome: Future[None] = field(default_factory=Future)
-
-    def next_outcome(self) -> Future[None]:
-        """Returns what becomes of it from now on, whatever it has lacked before."""
-        if self.outcome.done():
-            self.outcome = Future()
-        return self.outcome
-
-    def lacks(self, error: Exception) -> None:
-        """Says that this process lacks something, such as descriptors; more than once, too."""
-        if not self.outcome.done():
-            typed = error if isinstance(error, DflashError) else DflashError(f"a data path: {error}", code="system")
-            self.outcome.set_exception(typed)
-
-    def end(self) -> None:
-        """Says that the worker has its path, or is lost."""
-        self.is_over = True
-        if not self.outcome.done():
-            self.outcome.set_result(None)
 
 
 class PathKeeper:
@@ -110,7 +71,7 @@ class PathKeeper:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-paths", daemon=True)
         # By worker; of the renewals that began last.
-        self._renewals: dict[int, _Renewal] = {}
+        self._renewals: dict[int, Renewal] = {}
 
     def start(self) -> None:
         """Starts the thread. Every worker is attached by then."""
@@ -119,8 +80,8 @@ class PathKeeper:
 
     @property
     def limit_s(self) -> float:
-        """A worker that runs answers within this time when it is asked for a path. Nobody listens
-        to a retired path or judges its worker, so that one which stands still is found by that.
+        """A worker answers within this time when it is asked for a path. Nobody listens to a
+        retired path, so that one which stands still is found by that.
         """
         return max(self._placed.settings.stall_timeout_s, LEAST_ATTACH_S)
 
@@ -206,9 +167,9 @@ class PathKeeper:
         only. The caller holds the client (`Client.hold`), so that no call is under way.
 
         Workers get paths with other slots side by side. Whoever hangs up is lost, and so is one
-        that does not answer within `limit_s`; but after the time of a suspicion it is waited for by
-        those calls alone that need it. Raises DflashError where this process lacks something, such
-        as descriptors: nobody is lost then, and the former settings are in force again.
+        that stands still and does not answer within `limit_s`; but after the time of a suspicion
+        only those calls wait for it that need it. Raises DflashError where this process lacks
+        something, such as descriptors: nobody is lost then, and the former settings stay in force.
         """
         former = self._placed.settings
         try:
@@ -310,12 +271,12 @@ class PathKeeper:
         return 1000 * min(waits_s) + 1 if waits_s else None
 
     def _begin_to_renew(self, index: int, reason: str) -> None:
-        renewal = self._renewals[index] = _Renewal(reason)
+        renewal = self._renewals[index] = Renewal(reason)
         self._start(index, renewal)
         with suppress(DflashError):  # the runtime was closed meanwhile
             self._client.wake_renewer()  # for _look
 
-    def _start(self, index: int, renewal: _Renewal) -> None:
+    def _start(self, index: int, renewal: Renewal) -> None:
         name = f"dflash-path-{index}"
         thread = threading.Thread(target=self._renew_worn, args=(index, renewal), name=name, daemon=True)
         try:
@@ -324,7 +285,11 @@ class PathKeeper:
         except RuntimeError as error:  # as many threads as the system allows
             renewal.lacks(error)
 
-    def _renew_worn(self, index: int, renewal: _Renewal) -> None:
+    def _runs(self, index: int) -> bool:
+        """Says whether a worker that is waited for sends pulses all the while: it is only slow."""
+        return self._client.pulse_age_s(index) < max(self._placed.settings.suspect_ms / 1000, LEAST_ATTACH_S)
+
+    def _renew_worn(self, index: int, renewal: Renewal) -> None:
         member = self._fleet.at_index(index)
         log.info("worker %s: its data path is renewed: %s", member.name, renewal.reason)
         session = member.session
@@ -341,7 +306,7 @@ class PathKeeper:
                     self.make(member, take, limit_s=self.limit_s)
 
         try:
-            failure = try_to_renew(member.name, renew, self._is_over, tries=1, on_lack=renewal.lacks)
+            failure = try_to_renew(member.name, renew, self._is_over, runs=partial(self._runs, index), on_lack=renewal.lacks)
             if failure and not self._is_over.is_set():
                 with self.making(member):
                     if member.session is session:
@@ -351,51 +316,6 @@ class PathKeeper:
             log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
         finally:
             renewal.end()
-
-
-def try_to_renew(
-    worker: str,
-    renew: Callable[[], None],
-    is_over: threading.Event,
-    *,
-    tries: int = RENEWALS,
-    on_lack: Callable[[Exception], None] = lambda _error: None,
-) -> str:
-    """Calls `renew`, which gives a worker a fresh data path, until it has. Returns why the worker
-    must be given up: it hung up, did not answer `tries` times, or RENEWALS times something else was
-    wrong; empty where it has its path, or where `is_over` is set.
-
-    What this process lacks, such as descriptors, is nobody's fault: `on_lack` is told, and it goes
-    on. PeerGone, which is about somebody else than the worker, is raised.
-    """
-    num_late = num_failed = 0
-    lacks = SpacedLog(log)
-    while not is_over.is_set():
-        try:
-            renew()
-            return ""
-        except PeerGone:
-            raise
-        except WorkerLost as error:  # what its process did is told by those who need it
-            log.warning("worker %s: data path not renewed: %s", worker, str(error))
-            return "hung up when its data path was to be renewed"
-        except WorkerTimeout as error:
-            num_late += 1
-            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, num_late, str(error))
-            if num_late >= tries:
-                often = f", {num_late} times" if num_late > 1 else ""
-                return f"did not answer when its data path was to be renewed{often}"
-        except Exception as error:  # noqa: BLE001 - whatever it was, calls must not wait for this path
-            if is_passing(error):
-                lacks.warning("worker %s: data path not renewed yet: %s", worker, str(error))
-                on_lack(error)
-            else:
-                num_failed += 1
-                log.warning("worker %s: data path not renewed (attempt %d): %s", worker, num_failed, str(error))
-                if num_failed >= RENEWALS:
-                    return f"its data path could not be renewed: {error}"
-            is_over.wait(PAUSE_S)
-    return ""
 
 
 def _join(thread: threading.Thread) -> None:

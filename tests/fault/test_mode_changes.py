@@ -11,16 +11,18 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_moe.errors import DflashError
+from dflash_moe.errors import DflashError, WorkerTimeout
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.renewal import RENEWALS
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch
@@ -86,6 +88,41 @@ def test_a_frozen_worker_holds_up_no_change_of_mode_and_no_call_that_another_can
         before = num_asked(runtime, "w1")
         assert np.array_equal(call(runtime, 600), right[600])
         assert num_asked(runtime, "w1") > before
+
+
+@pytest.mark.timeout(150)
+def test_the_host_stands_in_for_a_worker_whose_path_is_late(spec: ModelSpec) -> None:
+    right = expected(spec, [7])[7]
+    never = {"stall_timeout_s": NEVER_S, "call_timeout_s": NEVER_S, "host_fallback": "mapped"}
+    with start(spec, replicas=1, **SMALL, **never) as runtime:
+        frozen = pids(runtime)["w1"]
+        freeze(frozen)  # nothing is asked of it, so that no call suspects it
+        try:
+            runtime.set_mode("batched", batch_capacity=WIDE)
+            assert np.array_equal(call(runtime), right)
+            assert path_of(runtime, "w1") == "worn"
+            assert runtime.stats()["fallback"]["calls"] > 0
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert wait_until(lambda: path_of(runtime, "w1") != "worn", SOON_S)
+
+
+@pytest.mark.timeout(150)
+def test_a_slow_worker_that_runs_is_not_given_up_for_its_path(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[int] = []
+
+    def too_late(session: HostSession) -> None:
+        attempts.append(1)
+        if len(attempts) < RENEWALS:
+            time.sleep(0.3)
+            raise WorkerTimeout(f"worker {session.name} did not answer", worker=session.name)
+
+    with start(spec, replicas=1, **SMALL) as runtime:
+        on_attach(monkeypatch, "w1", too_late)
+        runtime.set_mode("batched", batch_capacity=WIDE)
+        call(runtime, 600)
+        assert len(attempts) == RENEWALS
+        assert state_of(runtime, "w1") == ("ready", 0)
 
 
 @pytest.mark.timeout(150)
