@@ -41,7 +41,7 @@ def worker_kills(recorded: Recorded) -> str:
 # The campaigns over the whole stack, in the order of their table; not every machine can run each.
 CAMPAIGNS = (
     "kills", "stops", "all-dead", "crash-loop", "partitions", "lossy-link", "proxies", "control-groups", "scribblers",
-    "damaged-files", "strangers", "soak",
+    "damaged-files", "strangers", "mode-changes", "soak",
 )  # fmt: skip
 FAILING = "fault_failing-calls"
 # The field of a row that says how often something was broken.

@@ -31,7 +31,7 @@ PROMISES = (
         "no wrong number, whatever breaks", "simulator; every campaign compares each result bit for bit",
         (("worker_kills", ""), *((f"fault_{name}", "") for name in (
             "kills", "stops", "all-dead", "crash-loop", "partitions", "lossy-link", "proxies", "control-groups",
-            "scribblers", "strangers", "soak",
+            "scribblers", "strangers", "mode-changes", "soak",
         ))),
     ),
     _Promise("a failure that was simulated can be replayed", "`tests/unit/cli/test_simulate.py`"),
@@ -52,6 +52,11 @@ PROMISES = (
         "a worker that answers nothing, however well its pulse goes, is answered for, given up, and back once it answers",
         "`tests/fault/test_silent_workers.py`, `tests/csrc/simulation/judging_test.cc`, campaign `proxies`",
         (("fault_proxies", ""),),
+    ),
+    _Promise(
+        "a change of mode waits for no worker, and a lack of descriptors is held against nobody",
+        "`tests/fault/test_mode_changes.py`, `tests/fault/test_host_fallback.py`, campaign `mode-changes`",
+        (("fault_mode-changes", "answers"),),
     ),
     _Promise(
         "time in which the host computed or was stopped counts against nobody",

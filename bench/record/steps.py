@@ -246,7 +246,8 @@ def _audit(place: Place) -> list[Command]:
 # How often each fault campaign breaks something in a record; `make campaign` has full sizes.
 FAULTS = {
     "kills": 40, "stops": 5, "all-dead": 4, "crash-loop": 3, "partitions": 2, "lossy-link": 2, "proxies": 2,
-    "control-groups": 5, "scribblers": 50, "damaged-files": 4, "strangers": 200, "failing-calls": 1, "soak": 5,
+    "control-groups": 5, "scribblers": 50, "damaged-files": 4, "strangers": 200, "failing-calls": 1, "mode-changes": 4,
+    "soak": 5,
 }  # fmt: skip
 # Of each place and kind, of which there are 32, a host of its own begins.
 SLOW_FAULT = "failing-calls"

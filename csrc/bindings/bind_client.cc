@@ -278,6 +278,14 @@ void bind_between_calls(ClientClass& client) {
              return all;
            })
       .def(
+          "pulse_age_s",
+          [](const ClientBox& box, uint32_t worker) {
+            const int64_t age_ns = unwrap(
+                without_gil(box, [&](ExpertClient& one) { return one.pulse_age_ns(worker); }));
+            return static_cast<double>(age_ns) / 1e9;
+          },
+          py::arg("worker"))
+      .def(
           "retire_path",
           [](const ClientBox& box, uint32_t worker, const std::string& reason) {
             unwrap(without_gil(box,

@@ -107,7 +107,8 @@ class Engine {
   Status replace_worker(Link& link, NewPath path, OwnedFd pulse);
   // Wears out every living path that has a slot in quarantine, for a caller who needs all slots.
   void wear_out_unfit();
-  bool has_worn_path() const;
+  // Reads the pulses of a worker, and returns how long ago the last one was read.
+  int64_t pulse_age_ns(Link& link);
   // Retires all paths that are worn and idle. The caller then renews them.
   std::vector<WornPath> retire_worn_paths();
   bool has_path_to_retire() const;

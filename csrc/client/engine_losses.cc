@@ -100,6 +100,11 @@ void Engine::judge(Link& link, int64_t now) {
   }
 }
 
+int64_t Engine::pulse_age_ns(Link& link) {
+  judge(link, now());
+  return now_ns() - link.liveness.last_pulse_ns();
+}
+
 void Engine::judge_silence(Link& link, int64_t now) {
   const auto lasts = [&](int64_t limits) {
     return link.silence.lasts_ns(now) > limits * longest_silence_ns(link);
@@ -264,11 +269,6 @@ void Engine::wear_out_unfit() {
     if (link->path.num_quarantined() > 0 && !link->is_suspect())
       link->path.wear_out("a device step needs all of its slots");
   }
-}
-
-bool Engine::has_worn_path() const {
-  return std::any_of(links_.begin(), links_.end(),
-                     [](const auto& link) { return link->path.state() == PathState::kWorn; });
 }
 
 std::vector<WornPath> Engine::retire_worn_paths() {

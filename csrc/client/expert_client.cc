@@ -279,8 +279,7 @@ bool ExpertClient::hold(Deadline tick) {
 bool ExpertClient::wait_until_quiet(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->tell_keepers();
-    if (state_->engine.is_closed()) return true;
-    return state_->engine.num_under_way() == 0 && !state_->engine.has_worn_path();
+    return state_->engine.is_closed() || state_->engine.num_under_way() == 0;
   });
 }
 
@@ -325,6 +324,15 @@ std::vector<WornPath> ExpertClient::retire_worn_paths() {
   static_cast<void>(::read(state_->worn_bell.get(), &count, sizeof count));
   state_->is_rung = false;
   return state_->engine.retire_worn_paths();
+}
+
+Result<int64_t> ExpertClient::pulse_age_ns(uint32_t worker) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  const int64_t age_ns = state_->engine.pulse_age_ns(*link.value());
+  state_->tell_keepers();
+  return age_ns;
 }
 
 Status ExpertClient::retire_path(uint32_t worker, const std::string& reason) {

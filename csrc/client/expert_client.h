@@ -79,7 +79,8 @@ class ExpertClient {
   // finish, the other two for what stands beside them, each until `tick`. All three return whether
   // it came about, and a caller who can wait longer repeats them.
   bool hold(Deadline tick);
-  bool wait_until_quiet(Deadline tick);  // no call is under way and no path is worn
+  // No call is under way. Paths may be worn: whoever renews them does so meanwhile, or later.
+  bool wait_until_quiet(Deadline tick);
   // No call is under way, and whether a device step can begin does not hang on a path that is being
   // renewed. Paths that lack slots are renewed from here on, and waited for where nobody else holds
   // their shards.
@@ -98,6 +99,9 @@ class ExpertClient {
   void wake_renewer();
   // Retires the paths that wait. The caller renews each of them, or marks its worker lost.
   std::vector<WornPath> retire_worn_paths();
+  // Reads the pulses of a worker, and returns how long ago the last one was read: whoever waits for
+  // its answer on another way learns whether it runs. Errors: kInvalidArgument.
+  Result<int64_t> pulse_age_ns(uint32_t worker);
   // Retires a path that need not be worn; its worker must have nothing in flight. Errors:
   // kInvalidArgument, kWorkerLost.
   Status retire_path(uint32_t worker, const std::string& reason);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <span>
 
+#include "base/clock.h"
 #include "wire/pulse.h"
 
 namespace dflash::client {
@@ -49,6 +50,7 @@ bool Liveness::read_once(int64_t now, std::optional<std::string>& failure) {
       failure = "sent bytes that are no pulse";
       return false;
     }
+    last_pulse_ns_ = now_ns();
     if (*counter != last_counter_) {
       last_counter_ = *counter;
       last_change_ns_ = now;

@@ -47,6 +47,8 @@ class Liveness {
   }
   // The last counter that the worker sent. It changes when the worker makes progress.
   uint64_t counter() const { return last_counter_; }
+  // When the last pulse was read, by the machine's clock; 0 where none ever was.
+  int64_t last_pulse_ns() const { return last_pulse_ns_; }
   // The socket, whose end tells at once that the process is gone; -1 where there is none.
   int fd() const { return pulse_.is_open() ? pulse_.get() : -1; }
   void close() { pulse_.close(); }
@@ -57,6 +59,7 @@ class Liveness {
   OwnedFd pulse_;
   bool is_resting_ = true;
   uint64_t last_counter_ = 0;
+  int64_t last_pulse_ns_ = 0;
   int64_t last_change_ns_ = 0;         // when the counter changed, or the worker began to owe
   std::vector<std::byte> incomplete_;  // the beginning of a pulse whose rest has not come yet
 };

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.config.named_files import open_named
-from dflash_moe.errors import CheckpointError, shown
+from dflash_moe.errors import CheckpointError, DflashError, shown
 from dflash_moe.model.gguf_header import is_gguf
 from dflash_moe.model.refusals import is_file
 from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES
@@ -25,9 +25,6 @@ MAX_SPLITS = 999
 MAX_NAME_BYTES = 255
 
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
-# What says that two readings of a file saw the same bytes: device, inode, size, and when contents
-# and entry were changed last. Nobody can set the last of these.
-FileState = tuple[int, int, int, int, int]
 
 
 def find_gguf(path: Path) -> tuple[Path, ...]:
@@ -147,10 +144,37 @@ def _what_is_there(directory: Path) -> str:
     return f"{wanted}; pass the directory of a transformers checkpoint"
 
 
-def states_of_files(model: Path) -> tuple[FileState, ...]:
-    """Returns the state of every file with weights. Raises CheckpointError where one is missing."""
-    try:
-        found = [os.stat(file) for file in find_gguf(model) or list_safetensors(model)[0]]
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {model}: {error.filename}: {error.strerror}") from None
-    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
+class SeenFiles:
+    """The files of a checkpoint as they were at one time: device, inode, size, and when contents
+    and entry were changed last. Nobody can set the last of these. Any thread may ask.
+    """
+
+    def __init__(self, model: Path) -> None:
+        """Looks at every file with weights, and at the index where there is one. Raises
+        CheckpointError where one is missing or cannot be read.
+        """
+        self._model = model
+        files = find_gguf(model)
+        if not files:
+            files, listed = list_safetensors(model)
+            files = (*files, model / INDEX_NAME) if listed else files
+        self._files = files
+        self._states = self._look()
+        if self._states is None:
+            raise CheckpointError(f"checkpoint {model}: one of its files is gone; copy them again")
+
+    def are_unchanged(self) -> bool:
+        """Says whether the files are what they were. It opens none of them, and takes no
+        descriptor. Raises DflashError where the system does not say, which says nothing about them.
+        """
+        return self._look() == self._states
+
+    def _look(self) -> tuple[tuple[int, ...], ...] | None:
+        try:
+            found = [os.stat(file) for file in self._files]
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            text = f"checkpoint {self._model}: {error.filename} cannot be looked at: {error.strerror}"
+            raise DflashError(text, code="system") from None
+        return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)

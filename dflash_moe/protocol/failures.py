@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import errno
+import os
 import resource
 
 from dflash_moe.errors import (
@@ -103,6 +104,27 @@ def to_error(refusal: Refusal, *, worker: str) -> DflashError:
     return cls(text if text.startswith(f"worker {worker}") else f"worker {worker}: {text}", worker=worker)
 
 
+# What the system may lack now and have again a moment later.
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Says whether this system lacked descriptors, memory or the like, of which there may be enough
+    again later, so that the error says nothing about a checkpoint or about a peer.
+    """
+    if isinstance(error, DflashError) and error.code in ("system", "out_of_memory"):
+        return True
+    # The loader's own errors carry the system's words alone.
+    if isinstance(error, CheckpointError) and str(error).endswith(tuple(f": {os.strerror(one)}" for one in _LACKS)):
+        return True
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _LACKS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 def is_descriptor_limit(error: OSError) -> bool:
     """Says whether the process or the machine has as many open files as it may have."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
@@ -119,7 +141,7 @@ def system_failure(doing: str, error: OSError) -> DflashError:
     the limit of descriptors was reached, the error names it.
     """
     remedy = f"; {descriptor_limit_text()}" if is_descriptor_limit(error) else ""
-    return DflashError(f"{doing}: {error.strerror or error}{remedy}")
+    return DflashError(f"{doing}: {error.strerror or error}{remedy}", code="system")
 
 
 def _cut(text: str) -> str:

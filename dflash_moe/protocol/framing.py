@@ -304,7 +304,7 @@ class Connection:
                 os.close(descriptor)
             if was_short:
                 text = "descriptors that came with a control message could not be taken"
-                raise DflashError(f"{text}: {descriptor_limit_text()}")
+                raise DflashError(f"{text}: {descriptor_limit_text()}", code="system")
             raise ProtocolError(f"message announced {count} descriptors, {len(taken)} arrived")
         return taken
 

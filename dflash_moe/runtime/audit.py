@@ -332,10 +332,10 @@ class Audit:
             log.error("audit: worker %s computes %s otherwise than its second opinion, and nobody can tell who is right: %s",
                       name, where, difference(held, question, answer, second))  # fmt: skip
             return
-        if not self._fleet.shards.are_files_unchanged():
+        if doubt := self._doubt_of_files():
             # The host's opinions come from files that may be others than the worker has loaded.
             self._num_undecided += 1
-            one.skipped = "this host's files of the checkpoint have changed since the start: start the runtime anew"
+            one.skipped = doubt
             log.error("audit: worker %s computes %s otherwise than this host, so that nobody can tell who is right: %s",
                       name, where, one.skipped)  # fmt: skip
             return
@@ -344,6 +344,15 @@ class Audit:
         log.error("audit: worker %s is %s; its answers since %s may be wrong", name, reason, since)
         self._forget(name)
         self._outvote(name, reason)
+
+    def _doubt_of_files(self) -> str:
+        """Says why this host's files may be others than workers have loaded, empty where not."""
+        try:
+            if self._fleet.shards.are_files_unchanged():
+                return ""
+        except DflashError as error:
+            return f"it is not known at this time whether this host's files have changed: {error}"
+        return "this host's files of the checkpoint have changed since the start: start the runtime anew"
 
     def _second_opinion(self, name: str, held: HeldShard, question: RowQuestion) -> bytes | None:
         """Returns what this host computes, else another holder of the shard, None where neither can

@@ -174,39 +174,19 @@ class Elastic:
         """Gives a loaded worker its data path, and tells the calls that it is a holder."""
         placed, name = self._placed, member.name
         shards = self._held_shards(member, chosen)
-        with self._paths.adding():
-            self._attach(member, shards)
+
+        def take(*path: Any) -> None:
+            # A former worker of this name is lost to the client. Where the arena is short, the
+            # others keep their wider slots until the next change of mode.
+            self._paths.introduce(member, *path)
             with self._lock:
                 self._fleet.admit(member)
                 placed.held = {**placed.held, name: shards}
                 placed.topology = topology
                 self._place(self._placement_with(member, chosen))
-        self._keeper.adopt(member, shards)
 
-    def _attach(self, member: Member, shards: list[HeldShard]) -> None:
-        # A former worker of this name is lost to the client. Where the arena is short, the others
-        # keep their wider slots until the next change of mode.
-        client, slices = self._client, self._placed.slices
-        slots = self._placed.plan_slots({member.name: shards})[member.name]
-        channel, generation, pulse_fd = self._fleet.attach(member, slots)
-        request_dtype, reply_dtype = self._placed.wire_dtypes
-        window, index = self._placed.window(slots), member.client_index
-        if index >= 0:
-            client.set_policy(index, slices.slice_tokens, window, slices.is_measured)
-            client.set_dtypes(index, request_dtype, reply_dtype)
-            client.revive(index, channel, generation, pulse_fd)
-            return
-        member.client_index = client.add_worker(
-            name=member.name,
-            channel=channel,
-            generation=generation,
-            pulse_fd=pulse_fd,
-            slice_tokens=slices.slice_tokens,
-            window=window,
-            request_dtype=request_dtype,
-            reply_dtype=reply_dtype,
-            is_measured=slices.is_measured,
-        )
+        self._paths.make(member, take, arriving={name: shards})
+        self._keeper.adopt(member, shards)
 
     def _give_up(self, member: Member, threads: ThreadPlan) -> None:
         """Undoes an arrival; never raises."""

@@ -310,11 +310,14 @@ class ExpertRuntime:
         reply_dtype: str | None = None,
     ) -> None:
         """Switches mode, slices and wire dtypes; what is not given stays as it is. It waits for the
-        calls under way, and later calls wait for it.
+        calls under way, and later calls wait for it: no longer than for workers that answer within
+        `failure.suspect_ms`. One that is slower is waited for by calls that need it, and is lost
+        like one that shows no progress.
 
         A switch changes the speed, and with a dtype the rounding on the wire, but nothing else.
         Errors: ConfigError for values that are not allowed or within a device step, WorkerTimeout
-        and WorkerLost; the former settings then stay in force.
+        where calls do not end, DflashError where this process lacks descriptors or memory; the
+        former settings then stay in force.
         """
         wanted = {
             "mode": mode, "stream_tokens": stream_tokens, "batch_capacity": batch_capacity, "dtype": dtype,
@@ -325,17 +328,10 @@ class ExpertRuntime:
         slices_of(settings)  # refuses what does not fit before any call is held up
         if self._steps is not None and self._steps.of_this_thread() is not None:
             raise ConfigError("set_mode: this thread is in a device step; leave it first")
-        with self._between_calls(), self._keeper.making_none():
-            former = self._overrides, self.settings
-            try:
-                self._overrides = overrides
-                self._placed.use(settings)
-                self._apply_policy()
-            except BaseException:
-                # The settings must not claim what is not in force.
-                self._overrides = former[0]
-                self._placed.use(former[1])
-                raise
+        with self._between_calls():
+            self._note_auto()
+            self._keeper.change(settings)
+            self._overrides = overrides
 
     @contextmanager
     def _between_calls(self) -> Iterator[None]:
@@ -347,21 +343,6 @@ class ExpertRuntime:
             yield
         finally:
             self._client.resume()
-
-    def _apply_policy(self) -> None:
-        self._note_auto()
-        plans, slices = self._fallback.with_slots(self._placed.plan_slots()), self._placed.slices
-        request_dtype, reply_dtype = self.wire_dtypes
-        members = self._fleet.members.values()
-        if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
-            # All paths are replaced, also those that fit, so that the arena's limit holds. A lost
-            # worker would not answer; it gets such slots when it comes back.
-            self._keeper.replace(plans)
-        for member in members:
-            self._client.set_policy(
-                member.client_index, slices.slice_tokens, self._placed.window(member.slots), slices.is_measured
-            )
-            self._client.set_dtypes(member.client_index, request_dtype, reply_dtype)
 
     def _note_auto(self) -> None:
         forecasts = worker_forecasts(self._client.forecasts())
@@ -494,8 +475,10 @@ class ExpertRuntime:
 
     def worker_processes(self) -> list[WorkerProcess]:
         """Returns one entry for every holder of experts. Holders inside this process report this
-        process. Workers on other machines are asked, so that the errors of `worker_stats` apply.
+        process. Workers on other machines are asked, so that the errors of `worker_stats` apply;
+        ConfigError once the runtime is closed.
         """
+        self._require_open()
         return observe.list_processes(self._fleet, self._placed.held)
 
     def check_weights(self, report: ContentsReport = lambda _layer, _count, _total: None) -> int:

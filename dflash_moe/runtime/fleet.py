@@ -29,7 +29,7 @@ from dflash_moe.runtime.loaded_shards import LoadedShards
 from dflash_moe.runtime.local_worker import LocalWorker
 from dflash_moe.runtime.member import Member
 from dflash_moe.runtime.owner import Owner
-from dflash_moe.runtime.session import HostSession
+from dflash_moe.runtime.session import CALL_LIMIT, STALL_LIMIT, HostSession
 from dflash_moe.runtime.threads import ThreadPlan
 from dflash_moe.runtime.transports import choose_transport
 from dflash_moe.topology.addresses import Address
@@ -320,7 +320,7 @@ class Fleet:
 
     def attach(self, member: Member, slots: _core.SlotPlan, limit_s: float | None = None) -> tuple[_core.Channel, int, int]:
         """Makes a fresh data path to a member, whose former path is served no more. The worker has
-        `attach_timeout_s` for its end of it, or `limit_s` where somebody waits less long.
+        `attach_timeout_s` for its end of it, or `limit_s` where it would be judged stalled by then.
 
         Returns the host's channel, the path's generation, and the pulse descriptor or -1, which
         only the first path to another process brings. The caller owns channel and descriptor.
@@ -330,10 +330,12 @@ class Fleet:
         if member.local is not None:
             channel = member.local.attach(slots, generation)
         else:
-            timeout_s = self.attach_timeout_s if limit_s is None else limit_s
+            timeout_s, limit = (self.attach_timeout_s, CALL_LIMIT) if limit_s is None else (limit_s, STALL_LIMIT)
             session = member.require_session()
             is_open = self.may_open_replies and session.started is not None
-            channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)
+            channel, pulse_fd = session.attach(
+                slots, member.transport, generation, timeout_s=timeout_s, limit=limit, is_open=is_open
+            )
         try:
             channel = self._wrapped(member, channel)
         except BaseException:

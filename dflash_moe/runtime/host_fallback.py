@@ -15,17 +15,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dflash_moe import _core
 from dflash_moe.config.remedies import fallback_is_off
 from dflash_moe.errors import CheckpointError, DflashError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.checkpoint_files import FileState, states_of_files
+from dflash_moe.model.checkpoint_files import SeenFiles
+from dflash_moe.model.refusals import in_one_line
 from dflash_moe.placement.fallback import gaps, host_kernel_set
+from dflash_moe.protocol.failures import is_passing
 from dflash_moe.runtime.contents import checksum_text
 from dflash_moe.runtime.held_shards import holders_by_shard
 from dflash_moe.runtime.member import Member
+from dflash_moe.runtime.spaced_log import SpacedLog
 from dflash_moe.topology import HOST
 from dflash_moe.topology.addresses import Address
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
@@ -33,6 +35,7 @@ from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dflash_moe import _core
     from dflash_moe.runtime.held_shards import HeldShard
     from dflash_moe.runtime.holder_lists import HolderLists, Where
     from dflash_moe.runtime.path_keeper import PathKeeper
@@ -40,8 +43,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 # The background reader of a stand-in's shards is looked at this often, as long as it reads.
 LOOK_S = 0.05
+# What lacked descriptors or memory is tried again after this time.
+AGAIN_S = 0.1
 # A thread that is told to end looks up this often at least, but for the load of one expert.
 STOP_S = 5.0
 
@@ -62,6 +69,8 @@ class _StandIn:
     member: Member | None = None
     # Why it could not be made, or why shards were taken from it again.
     failure: str = ""
+    # What this process lacks at this time, so that it is not made yet.
+    setback: str = ""
     num_checked: int = 0
     refused: set[Where] = field(default_factory=set)
 
@@ -71,7 +80,8 @@ class HostFallback:
 
     def __init__(self, client: _core.Client, placed: PlacedExperts, paths: PathKeeper, holders: HolderLists) -> None:
         """Notes how the files of the checkpoint are before any worker reads them. Raises
-        CheckpointError where a fallback was asked for by name and this host has no weights.
+        CheckpointError where a fallback was asked for by name and this host has no weights, and
+        where this process lacks descriptors to look at them.
         """
         self._client, self._placed, self._paths, self._holders = client, placed, paths, holders
         self._fleet = placed.fleet
@@ -85,15 +95,15 @@ class HostFallback:
         self._stand_ins: dict[str, _StandIn] = {}
         # By "weights: ..." or class: why shards have none.
         self.gaps: dict[str, int] = {}
-        self._files: tuple[FileState, ...] = ()
+        self._files: SeenFiles | None = None
         if self.reason:
             return
         try:
-            self._files = states_of_files(self._model)
+            self._files = SeenFiles(self._model)
             if placed.settings.host_fallback == "mapped":
                 Checkpoint.open(self._model).refuse_stub()
         except CheckpointError as error:
-            if placed.settings.host_fallback == "mapped":
+            if placed.settings.host_fallback == "mapped" or is_passing(error):
                 raise error.reworded(f"host.fallback: mapped: {error}") from None
             self.reason = str(error)
 
@@ -126,7 +136,7 @@ class HostFallback:
         """
         if self.reason or self._is_over.is_set():
             return
-        if self._is_any_made() and not self._are_files_unchanged():
+        if self._is_any_made() and self._have_files_changed():
             self._withdraw_all()
             return
         states = {report["name"]: report["state"] for report in self._client.workers()}
@@ -148,13 +158,15 @@ class HostFallback:
         with self._lock:
             one = self._stand_ins.get(worker)
             in_general = "" if self.reason else " or ".join(self.gaps)
-            reason = one.failure if one is not None else in_general
+            reason = one.failure or one.setback if one is not None else in_general
         return f"; the host's processor cannot stand in for it: {reason}" if reason else ""
 
-    def _are_files_unchanged(self) -> bool:
+    def _have_files_changed(self) -> bool:
+        """Says whether it is certain that what stand-ins have mapped is not what workers loaded."""
         try:
-            return states_of_files(self._model) == self._files
-        except CheckpointError:
+            return self._files is not None and not self._files.are_unchanged()
+        except DflashError as error:
+            log.warning("whether the host may still stand in is not known at this time: %s", str(error))
             return False
 
     def _is_any_made(self) -> bool:
@@ -191,20 +203,6 @@ class HostFallback:
     def _holders_of(self) -> Mapping[Where, tuple[str, ...]]:
         """Returns the workers that hold each shard now; some may have been added or removed."""
         return holders_by_shard(self._placed.spec, self._placed.placement)
-
-    def with_slots(self, plans: dict[str, _core.SlotPlan]) -> dict[str, _core.SlotPlan]:
-        """Returns the planned slots of all workers by name, and those of the stand-ins that there
-        are.
-        """
-        with self._lock:
-            made = [one for one in self._stand_ins.values() if one.member is not None]
-        return {**plans, **{stand_in_name(one.worker): self._slots_of(one, plans) for one in made}}
-
-    def _slots_of(self, one: _StandIn, plans: Mapping[str, _core.SlotPlan]) -> _core.SlotPlan:
-        """Returns the slots of a stand-in: the widest of the workers', or where all of them were
-        removed those that its own shards need.
-        """
-        return widest(plans or self._placed.plan_slots({one.worker: one.shards}))
 
     def describe(self, workers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Returns what `stats()` reports: the calls, rows and pairs that stand-ins computed, how
@@ -256,8 +254,8 @@ class HostFallback:
     def _run(self, one: _StandIn) -> None:
         try:
             began = time.monotonic()
-            member = self._make(one)
-            waiting = self._join_unchanged(one, member)
+            member = self._when_possible(one, lambda: self._make(one))
+            waiting = self._when_possible(one, lambda: self._join_unchanged(one, member))
             with self._lock:
                 one.is_being_made = bool(waiting)
             log.warning("the host's processor stands in for worker %s after %.3f s", one.worker, time.monotonic() - began)
@@ -275,6 +273,22 @@ class HostFallback:
                 one.is_being_made = False
             self.on_change()
 
+    def _when_possible(self, one: _StandIn, step: Callable[[], Result]) -> Result:
+        """Returns what `step` does; what this process lacks for it is waited for."""
+        lacks = SpacedLog(log)
+        while True:
+            try:
+                done = step()
+            except Exception as error:
+                if not is_passing(error) or self._is_over.is_set():
+                    raise
+                one.setback = in_one_line(error)
+                lacks.warning("the host's processor cannot stand in for worker %s yet: %s", one.worker, one.setback)
+                self._is_over.wait(AGAIN_S)
+            else:
+                one.setback = ""
+                return done
+
     def _make(self, one: _StandIn) -> Member:
         """Maps the shards and makes the stand-in known to the client, which asks it for nothing
         yet. Errors are those of a start.
@@ -282,8 +296,13 @@ class HostFallback:
         name = stand_in_name(one.worker)
         member = Member(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, "mapped")
         local = member.local = self._fleet.new_local(member)
-        checkpoint = Checkpoint.open(self._model)
+
+        def take(*path: Any) -> None:
+            self._fleet.admit(member)
+            self._paths.introduce(member, *path, is_last_resort=True)
+
         try:
+            checkpoint = Checkpoint.open(self._model)
             for held in one.shards:
                 if self._is_over.is_set():
                     raise DflashError("the runtime was closed")
@@ -291,16 +310,10 @@ class HostFallback:
                     checkpoint, held.layer.ffn, layer=held.layer.index, shard=held.shard_id, experts=held.experts,
                     weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
                 )  # fmt: skip
-            with self._paths.adding():
-                channel, generation, pulse_fd = self._fleet.attach(member, self._slots_of(one, self._placed.plan_slots()))
-                self._fleet.admit(member)
-                slices, (request_dtype, reply_dtype) = self._placed.slices, self._placed.wire_dtypes
-                member.client_index = self._client.add_worker(
-                    name=name, channel=channel, generation=generation, pulse_fd=pulse_fd, slice_tokens=slices.slice_tokens,
-                    window=self._placed.window(member.slots), request_dtype=request_dtype, reply_dtype=reply_dtype,
-                    is_measured=slices.is_measured, is_last_resort=True,
-                )  # fmt: skip
-                one.member = member
+            with self._lock:
+                self._placed.standing_in = {**self._placed.standing_in, name: one.shards}
+            self._paths.make(member, take)
+            one.member = member
         except BaseException:
             if member.name not in self._fleet.members:
                 local.close()
@@ -317,7 +330,7 @@ class HostFallback:
         worker = self._fleet.members.get(one.worker)
         if worker is None or not worker.address.is_started_by_host:
             return list(one.shards)
-        if states_of_files(self._model) != self._files:
+        if self._files is None or not self._files.are_unchanged():
             raise CheckpointError(
                 f"checkpoint {self._model}: its files have changed since the workers loaded them, so that the host would "
                 "compute with other weights; copy the former ones there again and start anew"
@@ -374,17 +387,6 @@ class HostFallback:
         )
 
 
-def widest(plans: Mapping[str, _core.SlotPlan]) -> _core.SlotPlan:
-    """Returns slots that take whatever was cut for any of the planned ones."""
-    found = list(plans.values())
-    return _core.SlotPlan(
-        num_slots=max(plan.num_slots for plan in found),
-        rows=max(plan.rows for plan in found),
-        request_bytes=max(plan.request_bytes for plan in found),
-        reply_bytes=max(plan.reply_bytes for plan in found),
-    )
-
-
 def _where(held: HeldShard) -> Where:
     return held.layer.index, held.shard_id
 
@@ -396,5 +398,5 @@ def _state_of(one: _StandIn) -> str:
     if one.failure:
         return f"failed: {one.failure}"
     if one.is_being_made:
-        return f"being made, {checked}"
+        return f"being made, {one.setback or checked}"
     return f"ready, {checked}" if one.member is not None else "made when the worker is missed"

@@ -7,10 +7,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.refusals import in_one_line
+from dflash_moe.protocol.failures import is_passing
 from dflash_moe.runtime.spaced_log import SpacedLog
 from dflash_moe.topology.numerics import CLASSES
 
@@ -31,26 +30,6 @@ log = logging.getLogger(__name__)
 
 # A readable definition of every class whose bits are nobody's own (csrc/compute/reference).
 REFERENCE = "reference"
-
-# What the system may lack now and have again a moment later.
-_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-
-
-def is_passing(error: BaseException) -> bool:
-    """Says whether the system lacked descriptors or memory, of which there may be enough again
-    later, so that the error says nothing about a checkpoint.
-    """
-    if isinstance(error, DflashError) and error.code in ("system", "out_of_memory"):
-        return True
-    # The loader's own errors carry the system's words alone.
-    if isinstance(error, CheckpointError) and str(error).endswith(tuple(f": {os.strerror(one)}" for one in _LACKS)):
-        return True
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _LACKS):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
 
 
 class HostTwin:

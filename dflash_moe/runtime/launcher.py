@@ -38,6 +38,8 @@ START_S = 30.0
 # A killed process is reaped within this time. SIGKILL is certain, and only uninterruptible I/O
 # could delay the end.
 REAP_S = 5.0
+# The thread ends within this time, unless a fork takes longer.
+JOIN_S = 5.0
 PACKAGE = Path(__file__).resolve().parents[1]
 # This option keeps the interpreter from putting the folder of its script first on the path.
 # Interpreters before 3.11 lack it; workers/start.py then takes that entry away.
@@ -111,6 +113,9 @@ class Launcher:
         # A thread that holds it takes it again where it collects a runtime.
         self._lock = threading.RLock()
         self._is_closed = False
+        # Those that have not ended, so that none is left behind by a caller whom Ctrl-C kept from
+        # taking what was returned. The thread alone touches it, until it has ended.
+        self._children: list[StartedWorker] = []
         self._thread = threading.Thread(target=self._run, name="dflash-launcher", daemon=True)
         self._thread.start()
 
@@ -125,8 +130,11 @@ class Launcher:
         outcome: Future[StartedWorker] = Future()
 
         def order() -> None:
+            self._children = [child for child in self._children if child.process.returncode is None]
             try:
-                outcome.set_result(_spawn(name, model))
+                started = _spawn(name, model)
+                self._children.append(started)
+                outcome.set_result(started)
             except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
                 outcome.set_exception(error)
 
@@ -136,18 +144,25 @@ class Launcher:
             self._orders.put(order)
         try:
             return outcome.result(START_S)
-        except NotDone:
-            # Nobody else will know of the worker when it comes after all.
+        except BaseException as error:
+            # Nobody else will know of the worker when it comes after all: it took too long, or
+            # Ctrl-C ended the wait.
             outcome.add_done_callback(_end_unwanted)
+            if not isinstance(error, NotDone):
+                raise
             text = f"worker {name} could not be started within {START_S:g} s: the machine is overloaded"
             raise WorkerTimeout(text, worker=name) from None
 
     def close(self) -> None:
-        """Ends the thread. Every child must be gone by then, because it would be killed with it."""
+        """Ends the thread. Every child that anybody owns is gone by then, because it would be
+        killed with it; others are ended here.
+        """
         with self._lock:
             self._is_closed = True
             self._orders.put(None)
-        self._thread.join(5.0)
+        self._thread.join(JOIN_S)
+        for child in self._children:
+            child.close(seconds=0.0)
 
     def _run(self) -> None:
         # This wait has no deadline, because it is for orders of this process and `close` ends it.

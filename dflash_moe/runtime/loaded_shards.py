@@ -123,7 +123,7 @@ class LoadedShards:
 
     def are_files_unchanged(self) -> bool:
         """Says whether this host's files of the checkpoint are what they were before any worker
-        loaded them.
+        loaded them. Raises DflashError where the system does not say.
         """
         return self._mapped.are_files_unchanged()
 

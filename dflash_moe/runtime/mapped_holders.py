@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import CheckpointError, WorkerLost
-from dflash_moe.model.checkpoint_files import FileState, states_of_files
+from dflash_moe.model.checkpoint_files import SeenFiles
+from dflash_moe.protocol.failures import is_passing
 from dflash_moe.runtime.contents import AskChecksum, ReferenceChecksums, await_checksum
 
 if TYPE_CHECKING:
@@ -34,14 +35,21 @@ class MappedHolders:
         reads_own_files: Callable[[str], bool],
         timeout_s: float,
     ) -> None:
-        """Notes how the files of the checkpoint are before any worker reads them.
+        """Notes how the files of the checkpoint are before any worker reads them. Raises
+        CheckpointError where this process lacks descriptors for that.
 
         `reads_own_files` says of a holder whether it reads those very files, as a worker does that
         this host started. `timeout_s` bounds how long a background reader may make no progress.
         """
         self._model, self._contents, self._ask = model, contents, ask
         self._reads_own_files, self._timeout_s = reads_own_files, timeout_s
-        self._before = _states(model)
+        # None where this host has not got them.
+        self._files: SeenFiles | None = None
+        try:
+            self._files = SeenFiles(model)
+        except CheckpointError as error:
+            if is_passing(error):
+                raise
         # Who has served which shard before: holder, layer, shard.
         self._served: set[tuple[str, int, int]] = set()
 
@@ -55,7 +63,7 @@ class MappedHolders:
         `report` is called with the number of experts that were settled so far, from the first
         comparison on. Errors: CheckpointError naming the holders that differ and both values, or
         files that have changed of which nobody knows what they were; WorkerLost for `holder`
-        itself; WorkerTimeout.
+        itself; WorkerTimeout; those of `are_files_unchanged`.
         """
         are_unchanged: bool | None = None
         num_settled, is_comparing = 0, False
@@ -79,15 +87,16 @@ class MappedHolders:
 
     def is_as_started(self, holder: str) -> bool:
         """Says whether a holder reads the files of this host, and they are what they were before
-        any worker read them.
+        any worker read them. Raises as `are_files_unchanged`.
         """
         return self._reads_own_files(holder) and self.are_files_unchanged()
 
     def are_files_unchanged(self) -> bool:
         """Says whether this host's files are what they were before any worker read them. Files that
-        this host has not got are not.
+        this host has not got are not. Raises DflashError where the system does not say, which is
+        neither answer: it is asked again later.
         """
-        return bool(self._before) and _states(self._model) == self._before
+        return self._files is not None and self._files.are_unchanged()
 
     def forget(self, holder: str) -> None:
         """Forgets a holder that was removed."""
@@ -112,11 +121,3 @@ class MappedHolders:
                 raise
             return
         self._contents.note(held, name, checksum)
-
-
-def _states(model: Path) -> tuple[FileState, ...]:
-    """Returns the state of the files of a checkpoint, nothing where this host has not got them."""
-    try:
-        return states_of_files(model)
-    except CheckpointError:
-        return ()

@@ -3,6 +3,8 @@ paths when a change of mode wants other slots, and gives a worker that comes bac
 
 Only one thread at a time makes a path to a worker, and what a thread knows of a session counts only
 as long as the worker has that session: a renewal that is overtaken by a restart changes nothing.
+Settings may change while a worker is waited for; a path that does not fit them any more is made
+anew, so that nobody who changes settings ever waits for a worker.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -10,31 +12,37 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-import queue
 import select
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
-from dflash_moe.protocol.framing import PeerGone
+from dflash_moe.errors import ConfigError, DflashError, WorkerLost, WorkerTimeout
+from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.runtime.fleet import LEAST_ATTACH_S
+from dflash_moe.runtime.renewal import PAUSE_S, RENEWALS, Renewal, try_to_renew
 
 if TYPE_CHECKING:
     from dflash_moe import _core
+    from dflash_moe.config import Settings
+    from dflash_moe.runtime.held_shards import HeldShard
     from dflash_moe.runtime.member import Member
     from dflash_moe.runtime.placed_experts import PlacedExperts
 
 log = logging.getLogger(__name__)
 
-# A worker that did not answer this many renewals of a path in a row is lost.
-RENEWALS = 3
-# A renewal that lacked something, descriptors for example, pauses this long before its next try:
-# others may give it back meanwhile.
-PAUSE_S = 0.2
 # The threads have this time to end. A renewal under way ends as soon as its connection is hung up.
 STOP_S = 5.0
+# Why a path is renewed that is not worn.
+OTHER_SLOTS = "slots of another size are needed"
+NOBODY: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})
+# Takes a fresh path over: the host's channel, the generation, and the pulse's descriptor or -1.
+TakePath = Callable[["_core.Channel", int, int], None]
 
 
 class PathKeeper:
@@ -51,23 +59,31 @@ class PathKeeper:
         self._fleet = placed.fleet
         # Called when a worker was given up because its path could not be renewed.
         self.on_loss: Callable[[], None] = lambda: None
+        # Called with a worker's name when it has not got its path after the time in which a worker
+        # that computes would be suspected.
+        self.on_late: Callable[[str], None] = lambda _name: None
         # By name of a worker, also of those that were removed: held over the making of one path.
         self._locks: dict[str, threading.Lock] = {}
-        # Held while a holder is added, and while the settings in force change.
-        self._adding = threading.Lock()
+        # Held while settings come in force, and while a fresh path becomes the client's; never
+        # while anybody waits for a worker.
+        self._in_force = threading.Lock()
         self._worn_fd = client.worn_fd()
-        # These paths, by client_index and with the reason, were retired by another thread that
-        # could not renew them.
-        self._left_over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-paths", daemon=True)
-        # By worker; of renewals that began. The keeper's thread alone adds to it.
-        self._renewals: dict[int, threading.Thread] = {}
+        # By worker; of the renewals that began last.
+        self._renewals: dict[int, Renewal] = {}
 
     def start(self) -> None:
         """Starts the thread. Every worker is attached by then."""
         self._locks = {name: threading.Lock() for name in self._fleet.members}
         self._thread.start()
+
+    @property
+    def limit_s(self) -> float:
+        """A worker answers within this time when it is asked for a path. Nobody listens to a
+        retired path, so that one which stands still is found by that.
+        """
+        return max(self._placed.settings.stall_timeout_s, LEAST_ATTACH_S)
 
     @contextmanager
     def making(self, member: Member) -> Iterator[None]:
@@ -75,76 +91,125 @@ class PathKeeper:
         where another one does so for longer than a path can take.
         """
         lock = self._locks.setdefault(member.name, threading.Lock())
-        if not lock.acquire(timeout=self._path_limit_s):
+        if not lock.acquire(timeout=RENEWALS * (self.limit_s + PAUSE_S)):
             raise WorkerTimeout(f"worker {member.name}: another data path is being made all the while", worker=member.name)
         try:
             yield
         finally:
             lock.release()
 
-    @property
-    def _path_limit_s(self) -> float:
-        """For no longer than this is one data path being made."""
-        return RENEWALS * (self._fleet.attach_timeout_s + PAUSE_S)
+    def make(
+        self,
+        member: Member,
+        take: TakePath,
+        *,
+        limit_s: float | None = None,
+        arriving: Mapping[str, Sequence[HeldShard]] = NOBODY,
+    ) -> None:
+        """Makes a path to a worker, with slots by the settings in force, which do not change while
+        `take` has it. `arriving` are holders that are no members yet, with their shards.
 
-    @contextmanager
-    def adding(self) -> Iterator[None]:
-        """Opens a block in which the settings in force do not change and no other thread adds a
-        holder. Raises WorkerTimeout where one of both takes longer than all paths can.
+        Errors: those of `Fleet.attach` and of `take`.
         """
-        if not self._adding.acquire(timeout=(len(self._fleet.members) + 1) * self._path_limit_s):
-            raise WorkerTimeout("the settings of the data paths are being changed all the while")
-        try:
-            yield
-        finally:
-            self._adding.release()
+        with Descriptors() as pulse:  # only the first path of a session brings it
+            while True:
+                slots = self._plan(member, arriving)
+                channel, generation, pulse_fd = self._fleet.attach(member, slots, limit_s)
+                if pulse_fd >= 0:
+                    pulse.hold([pulse_fd])
+                with self._in_force:
+                    if slots.holds(self._placed.plan_slots(arriving)[member.name]):
+                        take(channel, generation, pulse.take_first() if len(pulse) else -1)
+                        return
+                log.info("worker %s: its data path is made anew, because the settings have changed", member.name)
 
-    @contextmanager
-    def making_none(self) -> Iterator[None]:
-        """Opens a block in which no path is made but by its own thread, so that the settings in
-        force can change. Raises WorkerTimeout.
+    def _plan(self, member: Member, arriving: Mapping[str, Sequence[HeldShard]]) -> _core.SlotPlan:
+        with self._in_force:
+            return self._placed.plan_slots(arriving)[member.name]
+
+    def introduce(
+        self, member: Member, channel: _core.Channel, generation: int, pulse_fd: int, *, is_last_resort: bool = False
+    ) -> None:
+        """Makes a worker known to the client with its path, or takes it back where the client has
+        lost it; a device step that is under way goes on without it. It owns `pulse_fd`.
         """
-        with ExitStack() as held:
-            held.enter_context(self.adding())
-            for member in self._fleet.members.values():
-                held.enter_context(self.making(member))
-            yield
+        placed, client = self._placed, self._client
+        slices, (request_dtype, reply_dtype) = placed.slices, placed.wire_dtypes
+        if member.client_index >= 0:
+            self._tell_policy(member)
+            client.revive(member.client_index, channel, generation, pulse_fd)
+            return
+        member.client_index = client.add_worker(
+            name=member.name, channel=channel, generation=generation, pulse_fd=pulse_fd, slice_tokens=slices.slice_tokens,
+            window=placed.window(member.slots), request_dtype=request_dtype, reply_dtype=reply_dtype,
+            is_measured=slices.is_measured, is_last_resort=is_last_resort,
+        )  # fmt: skip
+
+    def _tell_policy(self, member: Member) -> None:
+        placed, client, index = self._placed, self._client, member.client_index
+        client.set_policy(index, placed.slices.slice_tokens, placed.window(member.slots), placed.slices.is_measured)
+        client.set_dtypes(index, *placed.wire_dtypes)
 
     def revive(self, member: Member) -> None:
         """Gives a lost worker, which has a new session and has loaded its shards, a path and pulse
-        by the settings in force, and takes it back into the client; a device step that is under way
-        goes on without it. Errors: WorkerLost, WorkerTimeout, ProtocolError; DflashError where the
-        runtime was closed.
+        by the settings in force, and takes it back into the client. Errors: WorkerLost,
+        WorkerTimeout, ProtocolError; DflashError where the runtime was closed.
         """
-        client, placed, index = self._client, self._placed, member.client_index
         with self.making(member):
-            client.mark_lost(index, "another process took its place")  # nothing happens to a lost one
-            slots = placed.plan_slots()[member.name]
-            channel, generation, pulse_fd = self._fleet.attach(member, slots)
-            policy, (request_dtype, reply_dtype) = placed.slices, placed.wire_dtypes
-            client.set_policy(index, policy.slice_tokens, placed.window(slots), policy.is_measured)
-            client.set_dtypes(index, request_dtype, reply_dtype)
-            client.revive(index, channel, generation, pulse_fd)
+            # Nothing happens to one that is lost already.
+            self._client.mark_lost(member.client_index, "another process took its place")
+            self.make(member, lambda *path: self.introduce(member, *path), limit_s=self.limit_s)
 
-    def replace(self, slots: Mapping[str, _core.SlotPlan]) -> None:
-        """Gives every worker that is not lost a path with other slots, planned in `slots` by its
-        name. The caller holds the client (`Client.hold`), so that no call is under way, and lets no
-        path be made (`making_none`). A lost worker gets such slots when it comes back.
+    # -- other settings ----------------------------------------------------------------------------
 
-        Errors: WorkerLost, WorkerTimeout. Some workers then have the new slots, and the thread
-        renews the path that failed; the others keep their former ones.
+    def change(self, settings: Settings) -> None:
+        """Puts settings in force that differ from the former ones in mode, slices or wire dtypes
+        only. The caller holds the client (`Client.hold`), so that no call is under way.
+
+        Workers get paths with other slots side by side. Whoever hangs up is lost, and so is one
+        that stands still and does not answer within `limit_s`; but after the time of a suspicion
+        only those calls wait for it that need it. Raises DflashError where this process lacks
+        something, such as descriptors: nobody is lost then, and the former settings stay in force.
         """
-        lost = {report["name"] for report in self._client.workers() if report["state"] == "lost"}
-        for name, member in self._fleet.members.items():
-            if name in lost:
-                continue
-            self._client.retire_path(member.client_index, "slots of another size are needed")
-            try:
-                self._renew(member, slots[name])
-            except DflashError as error:
-                self._left_over.put((member.client_index, str(error)))
-                self._client.wake_renewer()
-                raise
+        former = self._placed.settings
+        try:
+            self._put_in_force(settings)
+            renewed = [renewal.next_outcome() for renewal in list(self._renewals.values()) if not renewal.is_over]
+            done, _ = wait(renewed, timeout=settings.suspect_ms / 1000, return_when=FIRST_EXCEPTION)
+            lacks = [error for outcome in done if (error := outcome.exception(0.0)) is not None]
+            if lacks and isinstance(lacks[0], DflashError):
+                raise lacks[0].reworded(f"the former settings stay in force: {lacks[0]}")
+        except BaseException:
+            # The settings must not claim what is not in force, whatever it was: Ctrl-C, too.
+            self._put_in_force(former)
+            raise
+
+    def _put_in_force(self, settings: Settings) -> None:
+        """Begins to renew all paths where one of them has too small slots, also those that fit, so
+        that the arena's limit holds. Whoever makes a path already sees to that himself.
+        """
+        with self._in_force:
+            self._placed.use(settings)
+            plans = self._placed.plan_slots()
+            members = list(self._fleet.members.values())
+            paths = {report["name"]: report["path"] for report in self._client.workers()}
+            usable = [member for member in members if paths[member.name] in ("fresh", "in use")]
+            retired = []
+            if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in usable):
+                retired = [member for member in usable if self._retire(member)]
+            for member in members:
+                self._tell_policy(member)
+        for member in retired:
+            self._begin_to_renew(member.client_index, OTHER_SLOTS)
+
+    def _retire(self, member: Member) -> bool:
+        """Returns whether the path is this thread's to renew."""
+        with suppress(WorkerLost, ConfigError):  # it was lost meanwhile, or worn and retired
+            self._client.retire_path(member.client_index, OTHER_SLOTS)
+            return True
+        return False
+
+    # -- the end -----------------------------------------------------------------------------------
 
     def call_off(self) -> None:
         """From now on nothing is renewed, and whom a renewal still waits for is hung up on; never
@@ -156,58 +221,92 @@ class PathKeeper:
         with suppress(DflashError):
             self._client.wake_renewer()
         _join(self._thread)
-        for index, renewal in self._renewals.items():
+        for index, renewal in list(self._renewals.items()):
             session = self._fleet.at_index(index).session
-            if session is not None and renewal.is_alive():
+            if session is not None and not renewal.is_over:
                 session.hang_up()
 
     def close(self) -> None:
         """Waits for what was called off; never raises."""
-        for renewal in self._renewals.values():
-            _join(renewal)
+        for renewal in list(self._renewals.values()):
+            if renewal.thread is not None:
+                _join(renewal.thread)
+
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = select.poll()
         poller.register(self._worn_fd, select.POLLIN)
         while not self._is_over.is_set():
-            poller.poll()
+            poller.poll(self._look())
             try:
-                for index, reason in (*self._client.retire_worn_paths(), *self._take_left_over()):
+                for index, reason in self._client.retire_worn_paths():
                     self._begin_to_renew(index, reason)
             except DflashError as error:  # the runtime was closed meanwhile
                 log.debug("paths are not renewed any more: %s", str(error))
                 return
 
+    def _look(self) -> float | None:
+        """Looks after renewals: one that had no thread yet may get one, and of a worker that is
+        late somebody is told, once. Returns the milliseconds until the next look, None where
+        nothing is to be seen.
+        """
+        suspect_s = self._placed.settings.suspect_ms / 1000
+        waits_s = []
+        for index, renewal in list(self._renewals.items()):
+            left_s = renewal.began + suspect_s - time.monotonic()
+            if renewal.is_over:
+                continue
+            if renewal.thread is None:
+                self._start(index, renewal)
+                waits_s.append(PAUSE_S)
+            elif renewal.is_late:
+                continue
+            elif left_s > 0:
+                waits_s.append(left_s)
+            else:
+                renewal.is_late = True
+                with suppress(DflashError):  # the runtime was closed meanwhile
+                    self.on_late(self._fleet.at_index(index).name)
+        return 1000 * min(waits_s) + 1 if waits_s else None
+
     def _begin_to_renew(self, index: int, reason: str) -> None:
-        renewal = threading.Thread(target=self._renew_worn, args=(index, reason), name=f"dflash-path-{index}", daemon=True)
-        self._renewals[index] = renewal
+        renewal = self._renewals[index] = Renewal(reason)
+        self._start(index, renewal)
+        with suppress(DflashError):  # the runtime was closed meanwhile
+            self._client.wake_renewer()  # for _look
+
+    def _start(self, index: int, renewal: Renewal) -> None:
+        name = f"dflash-path-{index}"
+        thread = threading.Thread(target=self._renew_worn, args=(index, renewal), name=name, daemon=True)
         try:
-            renewal.start()
-        except RuntimeError:  # as many threads as the system allows
-            del self._renewals[index]
-            self._renew_worn(index, reason)
+            thread.start()
+            renewal.thread = thread
+        except RuntimeError as error:  # as many threads as the system allows
+            renewal.lacks(error)
 
-    def _take_left_over(self) -> list[tuple[int, str]]:
-        return [self._left_over.get_nowait() for _ in range(self._left_over.qsize())]
+    def _runs(self, index: int) -> bool:
+        """Says whether a worker that is waited for sends pulses all the while: it is only slow."""
+        return self._client.pulse_age_s(index) < max(self._placed.settings.suspect_ms / 1000, LEAST_ATTACH_S)
 
-    def _renew_worn(self, index: int, reason: str) -> None:
+    def _renew_worn(self, index: int, renewal: Renewal) -> None:
         member = self._fleet.at_index(index)
-        log.info("worker %s: its data path is worn: %s", member.name, reason)
-        session, slots = member.session, member.slots
-        if slots is None:
-            return
+        log.info("worker %s: its data path is renewed: %s", member.name, renewal.reason)
+        session = member.session
+
+        def take(channel: _core.Channel, generation: int, _pulse_fd: int) -> None:
+            self._tell_policy(member)
+            self._client.renew_path(index, channel, generation)
+            log.info("worker %s: data path renewed, generation %d", member.name, generation)
 
         def renew() -> None:
             with self.making(member):
                 # Else the worker was lost meanwhile, and whoever brings it back makes its path.
                 if member.session is session and self._client.workers()[index]["path"] == "worn":
-                    self._renew(member, slots, limit_s)
+                    self.make(member, take, limit_s=self.limit_s)
 
-        # Nobody listens to a retired path, so that its worker's pulses are judged by nobody. One
-        # that stands still is found here instead, because a worker answers this at any time.
-        limit_s = max(self._placed.settings.stall_timeout_s, LEAST_ATTACH_S)
         try:
-            failure = try_to_renew(member.name, renew, self._is_over)
+            failure = try_to_renew(member.name, renew, self._is_over, runs=partial(self._runs, index), on_lack=renewal.lacks)
             if failure and not self._is_over.is_set():
                 with self.making(member):
                     if member.session is session:
@@ -215,38 +314,8 @@ class PathKeeper:
                 self.on_loss()
         except DflashError as error:  # the runtime was closed meanwhile
             log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
-
-    def _renew(self, member: Member, slots: _core.SlotPlan, limit_s: float | None = None) -> None:
-        channel, generation, _ = self._fleet.attach(member, slots, limit_s)
-        self._client.renew_path(member.client_index, channel, generation)
-        log.info("worker %s: data path renewed, generation %d", member.name, generation)
-
-
-def try_to_renew(worker: str, renew: Callable[[], None], is_over: threading.Event) -> str:
-    """Calls `renew`, which gives a worker a fresh data path, RENEWALS times at most, until it has.
-    Returns why the worker must be given up; empty where it has its path, or where `is_over` is set.
-    PeerGone, which is about somebody else than the worker, is raised.
-    """
-    failure = ""
-    for attempt in range(RENEWALS):
-        if is_over.is_set():
-            return ""
-        try:
-            renew()
-            return ""
-        except PeerGone:
-            raise
-        except WorkerLost as error:  # what its process did is told by those who need it
-            log.warning("worker %s: data path not renewed: %s", worker, str(error))
-            return "hung up when its data path was to be renewed"
-        except WorkerTimeout as error:
-            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
-            failure = f"did not answer when its data path was to be renewed, {attempt + 1} times"
-        except Exception as error:  # noqa: BLE001 - whatever it was, calls must not wait for this path
-            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
-            failure = f"its data path could not be renewed: {error}"
-            is_over.wait(PAUSE_S)
-    return failure
+        finally:
+            renewal.end()
 
 
 def _join(thread: threading.Thread) -> None:

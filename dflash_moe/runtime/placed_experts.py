@@ -74,6 +74,8 @@ class PlacedExperts:
             check_classes(spec.layers, self.placement, topology, settings.numerics)
             check_fallback(spec.layers, self.placement, topology, settings)
         self.held = shards_by_holder(spec, self.placement)
+        # The shards of the host's stand-ins by their names; replaced and never changed.
+        self.standing_in: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})
         self.threads = thread_plan(topology, settings, self.held)
         self.fleet = Fleet(spec, settings, self.threads, channel_decorator)
 
@@ -171,9 +173,14 @@ class PlacedExperts:
 
     def plan_slots(self, arriving: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})) -> dict[str, _core.SlotPlan]:
         """Returns the slots of every holder's data path by its name, those of `arriving` holders
-        with the shards that they will have too.
+        with the shards that they will have too. A stand-in has slots that take what was cut for any
+        worker, or where all of them were removed those that its own shards need.
         """
-        held = {**self.held, **arriving}
+        plans = self._plan({**self.held, **arriving})
+        stand_ins = {name: widest(plans or self._plan({name: shards})) for name, shards in self.standing_in.items()}
+        return {**plans, **stand_ins}
+
+    def _plan(self, held: Mapping[str, Sequence[HeldShard]]) -> dict[str, _core.SlotPlan]:
         shapes = [shapes_of(shards) for shards in held.values()]
         plans = _core.plan_arena(shapes, self.slices, *self.wire_dtypes, self.settings.shared_bytes or 0)
         return dict(zip(held, plans, strict=True))
@@ -185,6 +192,17 @@ class PlacedExperts:
         if slots is None:
             return self.slices.window
         return min(self.slices.window, slots.num_slots - _core.SPARE_SLOTS)
+
+
+def widest(plans: Mapping[str, _core.SlotPlan]) -> _core.SlotPlan:
+    """Returns slots that take whatever was cut for any of the planned ones."""
+    found = list(plans.values())
+    return _core.SlotPlan(
+        num_slots=max(plan.num_slots for plan in found),
+        rows=max(plan.rows for plan in found),
+        request_bytes=max(plan.request_bytes for plan in found),
+        reply_bytes=max(plan.reply_bytes for plan in found),
+    )
 
 
 def slices_of(settings: Settings) -> _core.SlicePlan:

@@ -58,6 +58,7 @@ class RuntimeParts:
             calls.on_idle = self._note_idle
             self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
             self.paths.on_loss = self.workers.ring
+            self.paths.on_late = self.fallback.miss
             self.audit = Audit(
                 self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
                 outvote=self.workers.outvote,
@@ -77,21 +78,8 @@ class RuntimeParts:
         placed, client = self._placed, self.client
         placed.start(on_loading)
         plans = placed.plan_slots()
-        slices = placed.slices
-        request_dtype, reply_dtype = placed.wire_dtypes
         for name, member in self._fleet.members.items():
-            channel, generation, pulse_fd = self._fleet.attach(member, plans[name])
-            member.client_index = client.add_worker(
-                name=name,
-                channel=channel,
-                generation=generation,
-                pulse_fd=pulse_fd,
-                slice_tokens=slices.slice_tokens,
-                window=placed.window(member.slots),
-                request_dtype=request_dtype,
-                reply_dtype=reply_dtype,
-                is_measured=slices.is_measured,
-            )
+            self.paths.introduce(member, *self._fleet.attach(member, plans[name]))
         classes = cost_classes(placed.spec.layers)
         layers = self._fleet.shards_by_layer(placed.held)
         for layer, shards in layers:

@@ -54,7 +54,7 @@ from dflash_moe.version import __version__
 # A worker that hung up is reaped within this time. Waiting longer would only delay the error.
 EXIT_STATUS_S = 1.0
 # Messages about a time-out name one of these settings, which allow more time.
-START_LIMIT, CALL_LIMIT = "ipc.start_timeout_s", "ipc.call_timeout_s"
+START_LIMIT, CALL_LIMIT, STALL_LIMIT = "ipc.start_timeout_s", "ipc.call_timeout_s", "ipc.stall_timeout_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +252,18 @@ class HostSession:
         return loaded.content_checksum if loaded.is_checked else None
 
     def attach(
-        self, slots: _core.SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
+        self,
+        slots: _core.SlotPlan,
+        transport: str,
+        generation: int,
+        *,
+        timeout_s: float,
+        limit: str = CALL_LIMIT,
+        is_open: bool = False,
     ) -> tuple[_core.Channel, int]:
         """Builds a data path over `transport`, a name in the table of transports. Returns the
         host's channel and the pulse descriptor, both the caller's; the descriptor is -1 except for
-        the first path of the session.
+        the first path of the session. `limit` names the setting that `timeout_s` comes from.
 
         `is_open` asks for replies in memory that a device of this process can register, where the
         transport has such. It lifts the seal against writing, so that only a worker which this host
@@ -264,7 +271,7 @@ class HostSession:
         """
         wish = self.wish(slots, transport, generation, is_open=is_open)
         offer = _core.offer_path(transport, terms_of(wish))
-        answer = self.relay(wish, offer.payload, offer.descriptors, timeout_s=timeout_s, takes_secured=True)
+        answer = self.relay(wish, offer.payload, offer.descriptors, timeout_s=timeout_s, limit=limit, takes_secured=True)
         with Descriptors() as held:
             if answer.has_pulse:
                 held.hold([answer.descriptors.pop()])
@@ -290,7 +297,14 @@ class HostSession:
         )
 
     def relay(
-        self, wish: Attach, offered: bytes, descriptors: Sequence[int], *, timeout_s: float, takes_secured: bool = False
+        self,
+        wish: Attach,
+        offered: bytes,
+        descriptors: Sequence[int],
+        *,
+        timeout_s: float,
+        limit: str = CALL_LIMIT,
+        takes_secured: bool = False,
     ) -> PathAnswer:
         """Carries an offer that somebody made for `wish` to the worker, and returns what completes
         it. `descriptors` stay the caller's; those of the answer become the caller's.
@@ -304,7 +318,7 @@ class HostSession:
         doing = f"attach a {wish.transport} data path"
         secured: list[_core.SecureSocket] | None = [] if takes_secured else None
         build = self._dialled_path if TRANSPORTS[wish.transport].is_dialled else self._passed_path
-        with self._turn(doing, timeout_s, CALL_LIMIT) as turn, Descriptors() as held:
+        with self._turn(doing, timeout_s, limit) as turn, Descriptors() as held:
             try:
                 payload = build(turn, replace(wish, offer=offered), descriptors, held, secured)
             except OSError as error:

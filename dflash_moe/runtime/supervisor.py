@@ -31,7 +31,7 @@ from dflash_moe.protocol.handover import (
 from dflash_moe.runtime.handed_worker import HandedWorker
 from dflash_moe.runtime.handover_plan import HandoverModel, check_holders, plan_messages
 from dflash_moe.runtime.membership import State
-from dflash_moe.runtime.path_keeper import try_to_renew
+from dflash_moe.runtime.renewal import try_to_renew
 from dflash_moe.runtime.worker_keeper import WorkerKeeper, restart_policy
 
 if TYPE_CHECKING:

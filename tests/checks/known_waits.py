@@ -295,9 +295,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/runtime/host_twin.py": {
         "lock self._lock": "bounded: held while one row is computed, which loads the row's few experts",
     },
-    "dflash_moe/runtime/path_keeper.py": {
-        "call poller.poll": "bounded: it waits for worn paths for as long as its runtime lives; close() rings the same bell",
-    },
     "dflash_moe/runtime/step_replay.py": {"lock self._lock": "straight: counts or copies counts, and nothing is called"},
     "dflash_moe/runtime/supervisor.py": {
         "call socket.accept": "bounded: takes timeout_s, one tick of the accepting thread, as its argument",

@@ -297,6 +297,8 @@ def test_a_closed_runtime_cannot_be_entered_or_asked_for_worker_counters(spec: M
     with pytest.raises(ConfigError, match="closed"):
         closed.worker_stats()
     with pytest.raises(ConfigError, match="closed"):
+        closed.worker_processes()
+    with pytest.raises(ConfigError, match="closed"):
         closed.__enter__()
 
 

@@ -21,7 +21,7 @@ from bench.record.steps import STEPS
 # here. The step breaks nothing in `failing-calls` when it is quick.
 LONG = {
     "kills", "stops", "partitions", "lossy-link", "proxies", "strangers", "control-groups", "damaged-files", "failing-calls",
-    "soak",
+    "mode-changes", "soak",
 }  # fmt: skip
 RECORDED = LONG - {"failing-calls"}
 

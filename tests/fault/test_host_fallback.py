@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -21,6 +23,9 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.checkpoint_files import SeenFiles
+from dflash_moe.model.safetensors_header import read_header
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
@@ -303,6 +308,88 @@ def test_files_that_changed_since_the_workers_read_them_are_not_computed_with(tm
         told = runtime.stats()["fallback"]
         assert wait_until(lambda: "files have changed" in str(runtime.stats()["fallback"]), BACK_S), told
         assert computed_here(runtime) == 0
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Lets this process open nothing, as its own limit does: what it has open stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:  # holes below the limit
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def indexed(folder: Path) -> ModelSpec:
+    """A checkpoint whose files only the index names, so that a listing of them has to open it."""
+    model = make_checkpoint(folder)
+    names = dict.fromkeys(read_header(model / "model.safetensors", 0), "weights.safetensors")
+    (model / "model.safetensors").rename(model / "weights.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return tiny_spec(model)
+
+
+def test_a_time_without_descriptors_withdraws_no_stand_in(tmp_path: Path) -> None:
+    with start(indexed(tmp_path / "ours"), restart=False) as runtime:
+        expected = expected_of(runtime)
+        os.kill(pid_of(runtime, "w0"), signal.SIGKILL)
+        assert np.array_equal(call(runtime), expected)
+        assert wait_until(lambda: "ready" in runtime.stats()["fallback"]["stand_ins"]["w0"], BACK_S)
+        with no_descriptor_left():
+            runtime._fallback.miss("w0")
+            runtime._fallback.miss("w1")
+        assert runtime.stats()["fallback"]["off"] == ""
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert np.array_equal(call(runtime), expected)
+
+
+def test_a_stand_in_that_found_no_descriptors_is_made_once_there_are_some(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_checkpoint = Checkpoint.open
+
+    def refuse(path: Path) -> Checkpoint:
+        with no_descriptor_left():
+            return open_checkpoint(path)
+
+    with start(spec, restart=False) as runtime:
+        expected = expected_of(runtime)
+        monkeypatch.setattr(Checkpoint, "open", refuse)
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert wait_until(lambda: "Too many open files" in runtime._fallback.why_not("w1"), BACK_S)
+        monkeypatch.setattr(Checkpoint, "open", open_checkpoint)
+        assert np.array_equal(call(runtime), expected)
+        assert wait_until(lambda: "ready" in runtime.stats()["fallback"]["stand_ins"]["w1"], BACK_S)
+        assert runtime._fallback.why_not("w1") == ""
+
+
+def test_files_that_cannot_be_looked_at_for_a_moment_are_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, refused = SeenFiles.are_unchanged, []
+
+    def look_at_last(files: SeenFiles) -> bool:
+        if len(refused) < 3:
+            refused.append(files)
+            raise DflashError("stale file handle", code="system")
+        return look(files)
+
+    with start(tiny_spec(make_checkpoint(tmp_path / "ours")), restart=False) as runtime:
+        expected = expected_of(runtime)
+        monkeypatch.setattr(SeenFiles, "are_unchanged", look_at_last)
+        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        assert np.array_equal(call(runtime), expected)
+        assert len(refused) == 3
+        assert runtime.stats()["fallback"]["stand_ins"]["w1"].startswith("ready")
 
 
 def test_another_copy_of_the_checkpoint_is_compared_before_the_host_computes(tmp_path: Path, start_worker: StartWorker) -> None:

@@ -49,10 +49,9 @@ def with_worn_paths(spec: ModelSpec) -> Iterator[ExpertRuntime]:
 
 
 def retire(runtime: ExpertRuntime) -> None:
-    """As a change of mode that failed leaves the first worker's path."""
+    """As a change of mode does with the first worker's path."""
     runtime._client.retire_path(0, "the test renews it")
-    runtime._keeper._left_over.put((0, "the test renews it"))
-    runtime._client.wake_renewer()
+    runtime._keeper._begin_to_renew(0, "the test renews it")
 
 
 def path_of(runtime: ExpertRuntime, worker: str) -> str:
@@ -130,7 +129,7 @@ def test_a_runtime_may_be_collected_on_a_thread_of_its_own(spec: ModelSpec, monk
     collected: list[bool] = []
     is_dropped = threading.Event()
 
-    def collect(_self: object, _index: int, _reason: str) -> None:
+    def collect(_self: object, _index: int, _renewal: object) -> None:
         is_dropped.wait(60)
         gc.collect()
         collected.append(True)

@@ -27,6 +27,7 @@ from bench.campaigns.faults import (
     failing_calls,
     kills,
     lossy_link,
+    mode_changes,
     partitions,
     proxies,
     scribblers,
@@ -40,7 +41,7 @@ from dflash_moe.cli import options
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     kills, stops, all_dead, crash_loop, partitions, lossy_link, proxies, strangers, control_groups, damaged_files, scribblers,
-    failing_calls, soak,
+    failing_calls, mode_changes, soak,
 )  # fmt: skip
 CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in MODULES}
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from types import TracebackType
+
+from dflash_moe.protocol.failures import is_descriptor_limit
 
 # A proxy that is told to end has its connections closed a line before.
 END_S = 20.0
+# Where this process has no descriptor left, the next connection is taken after this time.
+AGAIN_S = 0.05
 
 
 class HostilePath:
@@ -72,8 +77,11 @@ class HostilePath:
         while True:
             try:
                 near, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not is_descriptor_limit(error):
+                    return
+                time.sleep(AGAIN_S)
+                continue
             try:
                 far = socket.create_connection(self._target, timeout=END_S)
             except OSError:

@@ -51,7 +51,7 @@ def run(given: Run) -> None:
                 victim = "w1"
                 pid, known = pids_of(runtime)[victim], state_of(runtime, victim).deaths
                 time.sleep(given.drawn.random() * 0.005)
-                written = _scribble(pid, given.drawn)
+                written = scribble(pid, given.drawn)
                 time.sleep(given.drawn.random() * 0.01)
                 is_back = wait_until(is_used(runtime, victim))
                 stalls_s.append(load.take_worst_s())
@@ -76,7 +76,7 @@ def run(given: Run) -> None:
     )  # fmt: skip
 
 
-def _scribble(pid: int, drawn: random.Random) -> int:
+def scribble(pid: int, drawn: random.Random) -> int:
     """Writes random bytes into random places of a process's writable segments, and returns how many
     pieces were written.
     """

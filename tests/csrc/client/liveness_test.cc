@@ -65,6 +65,19 @@ TEST_CASE("a frozen counter loses a worker that owes replies, and only such a wo
   CHECK(scene.works(0));
 }
 
+TEST_CASE("whether a worker runs is told by its last pulse, also where it makes no progress") {
+  PuppetScene scene(with_pulses(60'000));
+  scene.puppets[1].send_pulse(1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const int64_t before_ns = now_ns();
+  CHECK(scene.client.pulse_age_ns(1).value() <= now_ns() - before_ns);  // it was read just now
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(scene.client.pulse_age_ns(1).value() >= 20'000'000);
+  scene.puppets[1].send_pulse(1);
+  CHECK(scene.client.pulse_age_ns(1).value() < scene.client.pulse_age_ns(0).value());
+  CHECK(scene.client.pulse_age_ns(7).error().code == ErrorCode::kInvalidArgument);
+}
+
 TEST_CASE("pulses that repeat the same number are not progress") {
   PuppetScene scene(with_pulses());
   Tokens tokens{{2}};

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from dflash_moe import _core
+from dflash_moe.errors import DflashError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.placement import plan_placement
@@ -37,7 +38,7 @@ class Scene:
         self.spec = spec
         self.out: list[tuple[str, str, bool]] = []
         self.others: dict[str, bytes] = {}
-        self.are_files_unchanged = True
+        self.are_files_unchanged: bool | DflashError = True
         shards = shards_by_holder(spec, plan_placement(spec.layers, Topology.local(num_workers=1)))["w0"]
         self.held = shards[0]
         (self.question,) = drawn_rows(self.held)
@@ -46,7 +47,7 @@ class Scene:
             shards=SimpleNamespace(
                 golden=SimpleNamespace(unproven=deque(), num_compared=0, num_mismatches=0),
                 ask_row=self._ask,
-                are_files_unchanged=lambda: self.are_files_unchanged,
+                are_files_unchanged=self._are_files_unchanged,
             ),
             members={name: SimpleNamespace(session=object(), architecture="x") for name in ("w0", "w1")},
             member_of=lambda name: self.fleet.members[name],
@@ -67,6 +68,11 @@ class Scene:
 
     def _ask(self, holder: str, _held: HeldShard, _question: RowQuestion) -> bytes | None:
         return self.others.get(holder)
+
+    def _are_files_unchanged(self) -> bool:
+        if isinstance(self.are_files_unchanged, DflashError):
+            raise self.are_files_unchanged
+        return self.are_files_unchanged
 
     def _outvote(self, name: str, reason: str, *, is_last: bool = False) -> None:
         self.out.append((name, reason, is_last))
@@ -123,6 +129,14 @@ def test_a_host_whose_files_have_changed_takes_nobody_out(scene: Scene) -> None:
     assert not scene.out
     assert scene.audit.stats()["undecided"] == 1
     assert "files of the checkpoint have changed" in str(scene.told()["skipped"])
+
+
+def test_a_host_that_cannot_look_at_its_files_takes_nobody_out_and_says_why(scene: Scene) -> None:
+    scene.are_files_unchanged = DflashError("stale file handle", code="system")
+    scene.judge(scene.wrong)
+    assert not scene.out
+    assert scene.audit.stats()["undecided"] == 1
+    assert scene.told()["skipped"] == "it is not known at this time whether this host's files have changed: stale file handle"
 
 
 def test_where_all_three_differ_nobody_is_taken_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_moe.errors import CheckpointError, WorkerLost
+from dflash_moe.errors import CheckpointError, DflashError, WorkerLost
 from dflash_moe.placement import plan_placement
 from dflash_moe.runtime import contents_learner
 from dflash_moe.runtime.contents import ReferenceChecksums
@@ -64,6 +64,23 @@ def test_bytes_that_cannot_be_read_or_may_be_others_are_not_learned(shards: list
         contents, asked = learned(shards, list(answers), is_as_started=is_as_started)
         assert asked == [0, 1]
         assert [contents.reference(held) for held in shards] == [None, None]
+
+
+def test_files_that_cannot_be_looked_at_are_looked_at_again(shards: list[HeldShard]) -> None:
+    contents, looks = ReferenceChecksums(), []
+
+    def is_as_started(_name: str) -> bool:
+        looks.append(1)
+        if len(looks) == 1:
+            raise DflashError("stale file handle", code="system")
+        return True
+
+    for held in shards:
+        contents.note(held, "w0", None)
+    learner = ContentsLearner(contents, lambda _name, _held: (7, 0), is_as_started, {"w0": shards})
+    learner.start()
+    learner._thread.join(DONE_S)
+    assert [contents.reference(held) for held in shards] == [7, 7]
 
 
 def test_nobody_is_asked_what_is_known_and_a_learner_can_be_called_off(shards: list[HeldShard]) -> None:

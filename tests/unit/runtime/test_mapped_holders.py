@@ -5,14 +5,16 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from dflash_moe.errors import CheckpointError, WorkerLost, WorkerTimeout
+from dflash_moe.errors import CheckpointError, DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.placement import plan_placement
+from dflash_moe.protocol.failures import is_passing
 from dflash_moe.runtime import contents
 from dflash_moe.runtime.contents import ReferenceChecksums
 from dflash_moe.runtime.held_shards import HeldShard, shards_by_holder
@@ -66,6 +68,33 @@ def test_holders_of_one_unchanged_file_join_at_once(two: Holders) -> None:
     two.note(near=None, near2=None)
     two.settling.settle("near2", two.shards)
     assert two.asked == []
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ESTALE])
+def test_files_that_cannot_be_looked_at_are_neither_unchanged_nor_changed(
+    two: Holders, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def refuse(path: object, *_args: object, **_how: object) -> os.stat_result:
+        raise OSError(error, os.strerror(error), str(path))
+
+    two.note(near=None, near2=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", refuse)
+        with pytest.raises(DflashError, match="cannot be looked at") as caught:
+            two.settling.settle("near2", two.shards)
+    assert is_passing(caught.value)  # its keeper tries again
+    assert not isinstance(caught.value, CheckpointError)
+    two.settling.settle("near2", two.shards)
+    assert two.asked == []
+
+
+def test_an_index_that_was_written_again_counts_as_changed_files(two: Holders) -> None:
+    model = Path(two.spec.path)
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    settling = MappedHolders(model, two.references, two.ask, lambda _name: True, 5.0)
+    assert settling.are_files_unchanged()
+    (model / "model.safetensors.index.json").unlink()
+    assert not settling.are_files_unchanged()
 
 
 @pytest.mark.parametrize("before", [7, None])
