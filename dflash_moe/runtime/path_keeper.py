@@ -237,13 +237,13 @@ def try_to_renew(worker: str, renew: Callable[[], None], is_over: threading.Even
         except PeerGone:
             raise
         except WorkerLost as error:  # what its process did is told by those who need it
-            log.warning("worker %s: data path not renewed: %s", worker, str(error))
+            log.info("worker %s: data path not renewed: %s", worker, str(error))
             return "hung up when its data path was to be renewed"
         except WorkerTimeout as error:
-            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
+            log.info("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
             failure = f"did not answer when its data path was to be renewed, {attempt + 1} times"
         except Exception as error:  # noqa: BLE001 - whatever it was, calls must not wait for this path
-            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
+            log.info("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
             failure = f"its data path could not be renewed: {error}"
             is_over.wait(PAUSE_S)
     return failure
