@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options, probes
+from dflash_moe.cli.probe_audit import audit_line, probe_audit, show_detections
 from dflash_moe.cli.probe_host_operators import host_operator_lines, probe_host_operators
 from dflash_moe.cli.probe_remedies import probe_libssl, probe_remedies, remedy_lines
 from dflash_moe.cli.probe_settings import probe_settings, settings_lines
@@ -63,7 +64,7 @@ def doctor(
                 what = f"self-test {test.isa}, {test.numerics}, {test.weight_dtype} weights"
                 found["problems"].append(f"{what}: {test.error or f'{test.differing} elements differ'}")
     if json_out != options.STDOUT:
-        print_findings(found)
+        print_findings(found, has_topology=topology is not None)
     if json_out is not None:
         options.write_json(json_out, found)
     failed = [test for test in tests if not test.is_passed]
@@ -92,6 +93,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
     found["settings"] = probe_settings(planned, problems)
+    found["audit"] = probe_audit(planned, settings)
     found["host_device"] = probes.probe_host_device(planned.host)
     found["host_operators"] = probe_host_operators(planned, settings, found["backends"]["cpu"].get("isa", ""))
     problems += _problems(found)
@@ -200,8 +202,10 @@ def _problems(found: dict[str, Any]) -> list[str]:
     return problems
 
 
-def print_findings(found: dict[str, Any]) -> None:
-    """Prints the report as text on stdout."""
+def print_findings(found: dict[str, Any], *, has_topology: bool = False) -> None:
+    """Prints the report as text on stdout. What the audit finds is a table of its own for the
+    workers of a topology.
+    """
     machine, cpu = found["machine"], found["backends"]["cpu"]
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in machine["packages"].items())
     lock = machine["memlock_bytes"]
@@ -225,6 +229,7 @@ def print_findings(found: dict[str, Any]) -> None:
         *socket_lines(machine["sockets"], machine["timeouts"]),
         f"losses     {machine['on_worker_loss']}",
         *remedy_lines(machine["remedies"], machine["libssl"]),
+        audit_line(found["audit"]),
         *settings_lines(found["settings"]),
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
     ]
@@ -234,6 +239,8 @@ def print_findings(found: dict[str, Any]) -> None:
         for name, finding in found[kind].items():
             shown.add_row(name, "yes" if finding["available"] else "no", finding.get("reason", ""))
         options.show(shown)
+    if has_topology:
+        show_detections(found["audit"])
     if "self_tests" in found:
         shown = options.table("self-test", "numerics", "weights", "cases", "elements", "differing", "result")
         for test in found["self_tests"]:

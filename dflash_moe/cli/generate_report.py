@@ -107,8 +107,10 @@ def summary(found: Sequence[Completion], num_prompts: int, seconds: float, stats
 
 
 def carried(stats: Mapping[str, Any]) -> str:
-    """Returns how many workers computed experts, how they were reached and what was moved."""
-    workers = {name: worker["transport"] for name, worker in stats["workers"].items() if name != "host"}
+    """Returns how many workers computed experts, how they were reached and what was moved. The host
+    is none of them, and neither is what stands in for a lost worker there (host:NAME).
+    """
+    workers = {name: one["transport"] for name, one in stats["workers"].items() if name.partition(":")[0] != "host"}
     over = f" over {', '.join(sorted(set(workers.values())))}" if workers else ""
     moved, floor = stats["totals"]["request_bytes"] + stats["totals"]["reply_bytes"], stats["totals"]["floor_bytes"]
     ratio = f", {moved / floor:.4f} times the floor" if floor else ""

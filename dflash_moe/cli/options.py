@@ -127,6 +127,7 @@ def _with_settings(command: Callable[..., Any], letters: Mapping[str, str], read
             stated = read_config_file().unstated(topology, overrides, os.environ)
             overrides |= {name: found.value for name, found in stated.items()}
         show_plan_log()
+        show_notices()
         prepare_host(topology, overrides)
         return command(**given, **overrides)
 
@@ -244,11 +245,21 @@ def show_plan_log() -> None:
     _show_log("dflash_moe.plan")
 
 
+def show_notices() -> None:
+    """Lets through to stderr what workers come and go."""
+    _show_log("dflash_moe.notices")
+
+
+class _Saying(logging.Handler):
+    """Says records on what is stderr at that time: a prompt may stand there by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
 def _show_log(name: str) -> None:
     shown_log = logging.getLogger(name)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    shown_log.handlers = [handler]
+    shown_log.handlers = [_Saying()]
     shown_log.setLevel(logging.INFO)
     shown_log.propagate = False
 

@@ -63,11 +63,11 @@ def list_workers(context: typer.Context, json_out: Annotated[Path | None, option
         options.write_json(json_out, found)
     if json_out == options.STDOUT:
         return
-    table = options.table("worker", "state", "since", "deaths", "shards", "weights", "numerics", "transport", "pid")
+    table = options.table("worker", "state", "since", "deaths", "shards", "weights", "numerics", "reached over", "pid")
     for row in found["workers"]:
         table.add_row(
             row["name"], row["state"], f"{row['since_s']:.0f} s", str(row["deaths"]), str(row["shards"]),
-            format_bytes(row["weight_bytes"]), row["numerics"], row["transport"], str(row["pid"]),
+            format_bytes(row["weight_bytes"]), row["numerics"], row["way"], str(row["pid"]),
         )  # fmt: skip
     typer.echo(printable(f"host {found['pid']}: {found['model']}"))
     options.show(table)

@@ -27,6 +27,7 @@ from dflash_moe.protocol.messages import Refusal
 INTERNAL = 8
 BUSY = 64
 CROWDED = 65
+LEAVING = 66
 
 
 class CrowdedOut(WorkerError):
@@ -49,6 +50,7 @@ ERROR_CLASSES: dict[int, type[DflashError]] = {
     11: DflashError,
     BUSY: WorkerError,
     CROWDED: CrowdedOut,
+    LEAVING: WorkerLost,
 }
 _CODES: dict[type[DflashError], int] = {
     ConfigError: 1,
@@ -93,6 +95,13 @@ def crowded_refusal(worker: str, most: int) -> Refusal:
         "ones came; try again"
     )
     return Refusal(code=CROWDED, text=text)
+
+
+def leaving_refusal(worker: str) -> Refusal:
+    """Makes the parting word of a worker that was told to stop, by which its host knows that this
+    was wanted.
+    """
+    return Refusal(code=LEAVING, text=f"worker {worker} was told to stop, and leaves")
 
 
 def to_error(refusal: Refusal, *, worker: str) -> DflashError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dflash_moe.errors import DflashError
 from dflash_moe.runtime.membership import State
+from dflash_moe.runtime.notices import WorkerNotices
 
 if TYPE_CHECKING:
     from dflash_moe import _core
@@ -34,6 +35,7 @@ class ClientCalls:
         self._paths = paths
         # Called with the number of a worker that drains and has nothing in flight any more.
         self.on_idle: Callable[[int], None] = lambda _index: None
+        self._notices = WorkerNotices()
         self._fallback = fallback
         fallback.on_change = self._tell_all
         # Guards that of two threads which tell the client of one worker the later one is right.
@@ -44,7 +46,6 @@ class ClientCalls:
 
     def lose(self, member: Member, reason: str) -> None:
         """Ends the calls that need a worker which is gone, or has them wait for it."""
-        log.warning("worker %s is lost: %s", member.name, reason)
         with suppress(DflashError):  # the runtime was closed meanwhile
             self._fallback.miss(member.name)
         self._client.mark_lost(member.client_index, reason)
@@ -75,9 +76,8 @@ class ClientCalls:
         """Says whether calls that need the worker shall wait for it, and whether it gets those that
         others can have.
         """
-        if life.state is State.QUARANTINED:
-            log.error("worker %s is left alone: %s", member.name, life.reason)
         with self._lock:
+            self._notices.tell(member, life)
             self._lives[member.name] = member, life.is_coming, life.state is State.DRAINING
             self._tell(*self._lives[member.name])
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
 from dflash_moe.protocol.control import ANSWER_S, error_fields, listen, receive_line, send_line
 from dflash_moe.protocol.framing import require_same_user
+from dflash_moe.runtime.notices import way_of
 from dflash_moe.runtime.owner import Owner
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class WorkerOrders:
                     **asdict(state),
                     "address": str(member.address),
                     "transport": member.transport,
+                    "way": way_of(member),
                     "numerics": member.numerics,
                     "architecture": member.architecture,
                     "pid": session.pid if session is not None else os.getpid(),

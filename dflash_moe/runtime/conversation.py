@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
-from dflash_moe.protocol.failures import to_error
+from dflash_moe.protocol.failures import LEAVING, to_error
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.messages import Attached, Listening, Progress, Refusal, WeightsChanged
 from dflash_moe.protocol.schema import Message
@@ -63,6 +63,8 @@ class Conversation:
         self._num_unanswered = 0
         # Is told what the worker says unasked, from whatever thread reads it.
         self.on_notice: Callable[[WeightsChanged], None] = lambda _notice: None
+        # The worker's last word was that somebody told it to stop.
+        self.has_left = False
         self._owner = Owner()
 
     @contextmanager
@@ -98,6 +100,11 @@ class Conversation:
     def connection(self) -> Connection:
         """The connection itself, which the conversation keeps owning. The caller holds a turn."""
         return self._connection
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether nothing of it travels in clear. Any thread may ask."""
+        return self._connection.is_encrypted
 
     def say(self, message: Message) -> None:
         """Sends a message that needs no answer. It never raises for a worker that is gone or
@@ -142,6 +149,8 @@ class Conversation:
                 message = self._connection.receive(deadline=until, waiting_for="a notice")
                 if isinstance(message, WeightsChanged):
                     self.on_notice(message)
+                elif isinstance(message, Refusal) and message.code == LEAVING:
+                    self.has_left = True
                 else:
                     self._discard(message)
 
@@ -168,7 +177,7 @@ class Conversation:
             received = self._receive(turn)
         self._num_unanswered -= 1
         if isinstance(received, Refusal):
-            raise to_error(received, worker=self._worker)
+            raise self._refused(received)
         if not isinstance(received, wanted):
             raise ProtocolError(f"worker {self._worker}: expected {wanted.__name__}, found {type(received).__name__}")
         return received
@@ -188,7 +197,11 @@ class Conversation:
         with contextlib.suppress(PeerGone, WorkerTimeout, ProtocolError):
             answer = self._connection.receive(deadline=time.monotonic() + LAST_WORDS_S, waiting_for="last words")
         if isinstance(answer, Refusal):
-            raise to_error(answer, worker=self._worker)
+            raise self._refused(answer)
+
+    def _refused(self, refusal: Refusal) -> DflashError:
+        self.has_left |= refusal.code == LEAVING
+        return to_error(refusal, worker=self._worker)
 
     def _receive(self, turn: Turn) -> Message:
         try:

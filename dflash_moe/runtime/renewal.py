@@ -83,11 +83,11 @@ def try_to_renew(
         except PeerGone:
             raise
         except WorkerLost as error:  # what its process did is told by those who need it
-            log.warning("worker %s: data path not renewed: %s", worker, str(error))
+            log.info("worker %s: data path not renewed: %s", worker, str(error))
             return "hung up when its data path was to be renewed"
         except WorkerTimeout as error:
             num_late += 1
-            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, num_late, str(error))
+            log.info("worker %s: data path not renewed (attempt %d): %s", worker, num_late, str(error))
             if num_late >= RENEWALS or not runs():
                 often = f", {num_late} times" if num_late > 1 else ""
                 return f"did not answer when its data path was to be renewed{often}"
@@ -97,7 +97,7 @@ def try_to_renew(
                 on_lack(error)
             else:
                 num_failed += 1
-                log.warning("worker %s: data path not renewed (attempt %d): %s", worker, num_failed, str(error))
+                log.info("worker %s: data path not renewed (attempt %d): %s", worker, num_failed, str(error))
                 if num_failed >= RENEWALS:
                     return f"its data path could not be renewed: {error}"
             is_over.wait(PAUSE_S)

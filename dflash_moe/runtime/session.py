@@ -133,6 +133,18 @@ class HostSession:
         """
         return self._conversation.connection.fileno() if self._conversation is not None else -1
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether all connections of this session are encrypted, as its control connection is."""
+        return self._conversation is not None and self._conversation.is_encrypted
+
+    def has_left(self) -> bool:
+        """Whether the worker's last word was that somebody told it to stop. It reads what has come,
+        and never raises.
+        """
+        self.take_notices()
+        return self._conversation is not None and self._conversation.has_left
+
     def connect(self, *, timeout_s: float) -> None:
         """Opens and authenticates the control connection. Raises WorkerLost, WorkerTimeout and
         ProtocolError.

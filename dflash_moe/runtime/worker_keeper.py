@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +39,7 @@ from dflash_moe.protocol.failures import system_failure
 from dflash_moe.runtime.kept_worker import KeptWorker, Parting, WorkerState
 from dflash_moe.runtime.membership import Event, Happening, Order, RestartPolicy, State, Task
 from dflash_moe.runtime.membership import Member as Life
+from dflash_moe.runtime.notices import TOLD_TO_STOP
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
@@ -379,6 +381,9 @@ class WorkerKeeper:
         self.ring()
 
     def _handle(self, kept: KeptWorker, event: Event) -> None:
+        session = kept.member.session
+        if event.what is Happening.LOST and kept.life.serves and session is not None and session.has_left():
+            event = replace(event, reason=TOLD_TO_STOP)
         with self._lock:
             before = kept.life.state
             orders = kept.life.on(event, self._now())

@@ -24,7 +24,13 @@ from functools import partial
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_host
 from dflash_moe.protocol.encryption import SETTING, Encryption, require_library
-from dflash_moe.protocol.failures import busy_refusal, crowded_refusal, system_failure, to_refusal
+from dflash_moe.protocol.failures import (
+    busy_refusal,
+    crowded_refusal,
+    leaving_refusal,
+    system_failure,
+    to_refusal,
+)
 from dflash_moe.protocol.framing import Connection, PeerGone, size_buffers
 from dflash_moe.protocol.messages import Open, Role
 from dflash_moe.topology.addresses import Address
@@ -213,7 +219,7 @@ class Listener:
         self._callers.put(None)
         served, mailbox = self._served, self._mailbox
         if served is not None:
-            served.hang_up()
+            served.hang_up(parting=leaving_refusal(self._worker))
         if mailbox is not None:
             mailbox.close()
 

@@ -116,7 +116,8 @@ def run_hand_started_worker(
             identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
             on_ready(Address(address.kind, host=address.host, port=listener.port, path=address.path))
             while (caller := listener.next_caller()) is not None:
-                log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener, resident))
+                reason = _serve_caller(caller, identity, listener, resident)
+                log.info("worker %s ends a session: %s", name, "it was told to stop" if stopped.is_set() else reason)
                 listener.end_session()
                 # Weights that are not kept are freed before those of the next host come.
                 gc.collect()

@@ -85,7 +85,7 @@ class ResidentWeights:
             self._stop_timer()
             kept, self._kept = self._kept, None
         if kept is not None:
-            log.info("no host came back for the weights; %.2f GiB are freed", kept[1].resident_bytes / (1 << 30))
+            log.info("%.2f GiB of weights that were kept are freed", kept[1].resident_bytes / (1 << 30))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -266,8 +266,10 @@ class WorkerSession:
         )
         pinned = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
         where = f"isa {isa}" if device is None else f"device {device.label}"
-        log.info("session opened by dflash_moe %s: %s, numerics %s, %d threads%s",
-                 message.package_version, where, numerics, threads, pinned)  # fmt: skip
+        secrecy = "encrypted" if self.connection.is_encrypted else "not encrypted"
+        way = f"over TCP, {secrecy}" if self.connection.is_tcp else "over a Unix socket"
+        log.info("session opened %s by dflash_moe %s: %s, numerics %s, %d threads%s",
+                 way, message.package_version, where, numerics, threads, pinned)  # fmt: skip
 
     def _be_patient_with(self, hello: Hello) -> None:
         """Gives a host more time to its first load where its own time-outs are long. A host greets
@@ -405,7 +407,8 @@ class WorkerSession:
         except WorkerLost as hung_up:
             # A host that closes its end looks like this from here. Whether it died instead, the
             # control connection says.
-            log.info("data path of generation %d closed: %s", generation, hung_up)
+            log.info("data path of generation %d has ended", generation)
+            log.debug("data path of generation %d: %s", generation, hung_up)
         except DflashError as error:
             log.error("data path of generation %d ended: %s", generation, error)
 

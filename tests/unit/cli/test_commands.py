@@ -434,7 +434,7 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     found = json.loads(out)
     assert (code, err) == (0, [])
     assert set(found) == {
-        "backends", "transports", "machine", "problems", "numerics", "host_device", "host_operators", "settings",
+        "backends", "transports", "machine", "problems", "numerics", "host_device", "host_operators", "settings", "audit",
     }  # fmt: skip
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]

@@ -35,7 +35,10 @@ class Pretended:
         self.hangs_at = ""
         self.lost: list[tuple[str, str]] = []
         self.told: list[State] = []
-        session = SimpleNamespace(started=None, fileno=lambda: -1, kill=lambda: None, hang_up=self.hung_up.set)
+        self.has_left = False
+        session = SimpleNamespace(
+            started=None, fileno=lambda: -1, kill=lambda: None, hang_up=self.hung_up.set, has_left=lambda: self.has_left
+        )
         address = SimpleNamespace(is_started_by_host=is_started_by_host)
         self.member: Any = SimpleNamespace(name="w0", session=session, address=address, last_exit="")
         self.members = {"w0": self.member}
@@ -274,3 +277,11 @@ def test_a_worker_that_is_not_ready_is_removed_without_a_goodbye(keep: Keep) -> 
     keeper.let_go("w0", parting_of(pretended, 3600.0))
     assert keeper.await_end("w0", SOON_S) is None
     assert pretended.done == ["lose: no progress", "end", "gone"]
+
+
+def test_what_a_worker_said_last_is_the_reason_of_its_loss(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    pretended.has_left = True
+    lose_and_wait(keeper, pretended)
+    assert pretended.done[0] == "lose: it was told to stop"
