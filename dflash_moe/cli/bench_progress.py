@@ -46,7 +46,7 @@ class Bar:
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
-        self._loading = loading.Bars(progress)
+        self._loading = loading.Bars(progress, "loading MiB:")
 
     def say(self, line: str) -> None:
         """Prints the line above the bar."""
@@ -58,7 +58,7 @@ class Bar:
 
     def loading(self, holder: str, count: int, total: int) -> None:
         """Moves the bar of this holder, which appears with its first report."""
-        self._loading.report(holder, count, total)
+        self._loading.report(holder, count >> 20, total >> 20)
 
 
 @contextmanager

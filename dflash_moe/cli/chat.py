@@ -59,13 +59,24 @@ def chat(
     stop: Annotated[list[str] | None, sampling_options.STOP] = None,
     seed: Annotated[int, sampling_options.SEED] = 0,
     turns: Annotated[
-        bool, typer.Option("--turns", help="Each line of stdin is a turn: else all of a pipe is one message.")
+        bool,
+        typer.Option("--turns", help="Each line of stdin is a turn: else all is one.", rich_help_panel=help_page.MODEL),
     ] = False,
     no_shift: Annotated[
-        bool, typer.Option("--no-shift", help="Refuses what exceeds the context: else the oldest turns are left out.")
+        bool,
+        typer.Option(
+            "--no-shift",
+            help="Refuse what exceeds the context: else the oldest turns are left out.",
+            rich_help_panel=help_page.MODEL,
+        ),
     ] = False,
     no_history: Annotated[
-        bool, typer.Option("--no-history", help="Neither reads nor keeps what is typed: else a file of your own does.")
+        bool,
+        typer.Option(
+            "--no-history",
+            help="Neither read nor keep what is typed: else ~/.local/state/dflash-moe/chat_history has it.",
+            rich_help_panel=help_page.MODEL,
+        ),
     ] = False,
     **overrides: Any,
 ) -> None:

@@ -1,5 +1,5 @@
-"""Shows on stderr what takes time, and how far it is: by bars on a terminal, and otherwise by a line
-every two seconds.
+"""Shows on stderr what takes time, and how far it is: by one bar, or a bar for each layer, on a
+terminal, and otherwise by a line every two seconds.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.cli import options
+from dflash_moe.config.values import format_bytes
 
 if TYPE_CHECKING:
     from dflash_moe.runtime.contents import ContentsReport
@@ -38,14 +39,16 @@ class Lines:
         self._lock = threading.Lock()
 
     def report(self, holder: str, count: int, total: int) -> None:
-        """`holder` has loaded `count` of `total` experts."""
+        """`holder` has loaded `count` of `total` bytes."""
         now = self._clock()
         with self._lock:
             self._counts[holder] = (count, total)
             if now - self._last < LINE_EVERY_S:
                 return
             self._last = now
-            shown = ", ".join(f"{name} {done} of {whole}" for name, (done, whole) in self._counts.items())
+            shown = ", ".join(
+                f"{name} {format_bytes(done)} of {format_bytes(whole)}" for name, (done, whole) in self._counts.items()
+            )
         self._say(f"loading experts: {shown}")
 
 
@@ -81,21 +84,41 @@ class CopyLine:
             self._say(f"copying: {count:,} of {total:,} {unit}")
 
 
-class Bars:
-    """One bar per holder or layer, shown from its first report to its last."""
+class LoadingBar:
+    """One bar for the experts of all holders, in bytes. Once they are loaded it says what comes
+    then.
+    """
 
-    def __init__(self, progress: Any, doing: str = "loading") -> None:
+    def __init__(self, progress: Any) -> None:
+        self._progress = progress
+        self._task = progress.add_task("starting workers", total=None)
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def report(self, holder: str, count: int, total: int) -> None:
+        """`holder` has loaded `count` of `total` bytes. Several threads report."""
+        with self._lock:
+            self._counts[holder] = (count, total)
+            done, whole = (sum(column) for column in zip(*self._counts.values(), strict=True))
+            doing = "loading experts" if done < whole else "preparing the model around the experts"
+            self._progress.update(self._task, description=doing, completed=done, total=whole)
+
+
+class Bars:
+    """A bar for each layer, file or holder, shown from its first report to its last."""
+
+    def __init__(self, progress: Any, doing: str) -> None:
         self._progress = progress
         self._doing = doing
         self._tasks: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def report(self, holder: str, count: int, total: int) -> None:
-        """`holder` is through `count` of `total` experts."""
+    def report(self, layer: str, count: int, total: int) -> None:
+        """`count` of the `total` experts, or MiB, of a layer or file are done."""
         with self._lock:
-            if holder not in self._tasks:
-                self._tasks[holder] = self._progress.add_task(f"{self._doing} {holder}", total=total)
-            self._progress.update(self._tasks[holder], completed=count, visible=count < total)
+            if layer not in self._tasks:
+                self._tasks[layer] = self._progress.add_task(f"{self._doing} {layer}", total=total)
+            self._progress.update(self._tasks[layer], completed=count, visible=count < total)
 
 
 @contextmanager
@@ -128,9 +151,17 @@ def doing_shown(what: str, say: Callable[[str], None] = options.say) -> Iterator
 
 @contextmanager
 def loading_shown() -> Iterator[LoadingReport]:
-    """Gives the block what `ExpertRuntime.start` takes as `on_loading`. Bars vanish at its end."""
-    with _shown("loading", Lines().report) as report:
-        yield report
+    """Gives the block what `ExpertRuntime.start` takes as `on_loading`. The bar vanishes at the
+    block's end.
+    """
+    if not sys.stderr.isatty():
+        yield Lines().report
+        return
+    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+    size = DownloadColumn(binary_units=True)
+    with _progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), size, TimeRemainingColumn()) as progress:
+        yield LoadingBar(progress).report
 
 
 @contextmanager
@@ -155,10 +186,16 @@ def _shown(doing: str, say: Callable[[str, int, int], None]) -> Iterator[Callabl
     if not sys.stderr.isatty():
         yield say
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
+    with _progress(*columns) as progress:
         yield Bars(progress, doing).report
+
+
+def _progress(*columns: Any) -> Any:
+    """Returns what draws bars on stderr. Notices, which go there too, appear above them."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=True)

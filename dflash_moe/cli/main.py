@@ -43,10 +43,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         if code == EXIT_INTERRUPTED:
             # Some versions of the parser hand over a Ctrl-C in this way.
-            _say_last("interrupted")
+            _say_interrupted()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        _say_last("interrupted")
+        _say_interrupted()
         return EXIT_INTERRUPTED
     except typer.Exit as stop:
         return int(stop.exit_code)
@@ -122,6 +122,12 @@ def _normalised(arguments: Sequence[str]) -> tuple[list[str], bool]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     given = [argument for argument in arguments[:end] if argument != DEBUG]
     return [*given, *arguments[end:]], len(given) < end
+
+
+def _say_interrupted() -> None:
+    """Says that somebody ended the program, which is no error."""
+    sys.stdout.flush()
+    print("interrupted", file=sys.stderr, flush=True)  # noqa: T201 - this is the command line
 
 
 def _say_last(text: str) -> None:

@@ -51,8 +51,8 @@ GOODBYE_S = 1.0
 EXIT_S = 0.3
 # Tests wrap the host's channel to each worker, by the worker's name, to make it fail.
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
-# A report is called with a holder's name, how many of its experts are loaded, and how many it will
-# have. Several threads call it.
+# A report is called with a holder's name, how many bytes of its experts are loaded, and how many
+# there will be. Several threads call it.
 LoadingReport = Callable[[str, int, int], None]
 
 
@@ -289,20 +289,14 @@ class Fleet:
         started = time.monotonic()
 
         def load_member(name: str) -> None:
-            num_experts = sum(len(shard.experts) for shard in held[name])
-
-            def report(count: int) -> None:
-                if on_loading is not None:
-                    on_loading(name, min(count, num_experts), num_experts)
-
+            report = partial(_report_bytes, on_loading, name, held[name])
             report(0)
             self.shards.load(self.members[name], held[name], report)
-            report(num_experts)
+            report(sum(len(shard.experts) for shard in held[name]))
 
         self._in_parallel(list(self.members), load_member)
         for name, shards in held.items():
-            total = sum(len(one.experts) for one in shards)
-            self.shards.settle(self.members[name], shards, partial(_report_compared, on_loading, name, total))
+            self.shards.settle(self.members[name], shards, partial(_report_bytes, on_loading, f"{name} (comparing)", shards))
         log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
 
     def architecture_of(self, holder: str) -> str:
@@ -481,6 +475,11 @@ def _first_cause(failed: Sequence[Future[None]]) -> BaseException:
     return errors[0]
 
 
-def _report_compared(report: LoadingReport | None, holder: str, total: int, count: int) -> None:
+def _report_bytes(report: LoadingReport | None, holder: str, shards: Sequence[HeldShard], count: int) -> None:
+    """Reports that `count` of the experts of `shards` are done, as the bytes that they have on
+    average.
+    """
     if report is not None:
-        report(f"{holder} (comparing)", count, total)
+        num_experts = sum(len(one.experts) for one in shards)
+        num_bytes = sum(len(one.experts) * one.layer.ffn.resident_bytes(one.weight_dtype) for one in shards)
+        report(holder, num_bytes * min(count, num_experts) // max(1, num_experts), num_bytes)

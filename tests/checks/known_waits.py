@@ -188,8 +188,8 @@ KNOWN: dict[str, dict[str, str]] = {
         "call listener.accept": "bounded: the listener has a timeout of five seconds",
         "call os.waitpid": _KILLED,
     },
-    "dflash_moe/cli/chat_session.py": {
-        "call input": "bounded: it waits for the person at the terminal, whose Ctrl-C and Ctrl-D end it",
+    "dflash_moe/cli/chat_terminal.py": {
+        "lock self._lock": "bounded: held over one write to the terminal, which a notice waits for on stderr as well",
     },
     "dflash_moe/cli/llama_program.py": {
         "call self._process.poll": "bounded: Popen.poll asks whether the child has ended and does not wait",

@@ -283,6 +283,7 @@ def test_what_is_pasted_is_one_message_and_ctrl_c_stops_clears_and_leaves(at_ter
     terminal.type(INTERRUPT)
     assert terminal.ended() == 130
     assert "Traceback" not in terminal.shown
+    assert "error" not in terminal.shown
     assert not (tmp_path / "state").exists()
 
 

@@ -30,7 +30,7 @@ class Tokenizer:
         return {"input_ids": list(text.encode())}
 
     def decode(self, token_ids, **_options):
-        return bytes(token_ids).decode()
+        return bytes(token_ids).decode("utf-8", "replace")
 
     def get_vocab(self):
         return {}

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import io
+import sys
 import threading
 
 import pytest
@@ -106,6 +107,20 @@ def test_on_a_terminal_the_speed_is_below_the_text_and_gone_in_the_end(capsys):
         assert [line for line in screen.lines() if line] == ["first line", "second", "third", "9 tokens"]
     assert [line for line in screen.lines() if line] == ["first line", "second"]
     assert capsys.readouterr().out == "third"
+
+
+def test_a_notice_that_comes_meanwhile_is_above_the_line_that_grows(capsys):
+    screen = Screen(24, 40)
+    stderr = sys.stderr
+    with live_text._Screen(screen.console, lambda: "9 tokens") as shown:
+        shown.write("first line\nsec")
+        # As a warning does where nobody has set up logging.
+        print("worker w0 is lost", file=sys.stderr)
+        shown.write("ond")
+        shown._live.refresh()
+        assert [line for line in screen.lines() if line] == ["first line", "worker w0 is lost", "second", "9 tokens"]
+    assert sys.stderr is stderr
+    assert capsys.readouterr().out == "second"
 
 
 def test_a_line_longer_than_the_screen_shows_its_end(capsys):
