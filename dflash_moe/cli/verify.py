@@ -120,6 +120,11 @@ def _show_model(report: VerifyReport) -> None:
         )
     judged = f" (reported, not judged: {report.not_judged})" if report.not_judged else ""
     typer.echo(f"logits: rms {report.logits_rms:.2e}, max {report.logits_max:.2e}{judged}")
+    if report.positions is not None:
+        far = report.positions
+        typer.echo(
+            f"logits of {far.count} rows at positions up to {far.last}: rms {far.logits_rms:.2e}, max {far.logits_max:.2e}"
+        )
     greedy = report.greedy
     if greedy is not None:
         gap = "" if greedy.flip_gap is None else f", where eager's top two are up to {greedy.flip_gap:.2e} apart"

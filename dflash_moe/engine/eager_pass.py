@@ -44,12 +44,36 @@ def same_noise() -> Iterator[None]:
         yield
 
 
-def model_logits(model: Any, input_ids: Any) -> Any:
-    """Returns the logits [num_tokens, vocab_size] in float32 on the CPU, or the last hidden states
-    of a model without a head.
+@dataclass(frozen=True, slots=True)
+class FarRows:
+    """Tokens that stand at `positions`, ascending. They follow the tokens of another pass where
+    `is_appended`, and are a pass of their own where cosines depend on the last position.
     """
+
+    token_ids: list[int]
+    positions: list[int]
+    is_appended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BestTokens:
+    """The tokens that eager takes best, the gap of its two largest logits at each place over the
+    standard deviation of all, and the logits of far rows where there were some.
+    """
+
+    tokens: list[int]
+    gaps: list[float]
+    far_logits: Any
+
+
+def model_logits(model: Any, input_ids: Any, positions: Sequence[int] | None = None) -> Any:
+    """Returns the logits [num_tokens, vocab_size] in float32 on the CPU, or the last hidden states
+    of a model without a head. Tokens stand at `positions`, by default one after the other.
+    """
+    # Without a cache transformers takes positions with gaps for several sequences.
+    given = {} if positions is None else {"position_ids": torch.tensor([positions], device=input_ids.device)}
     with same_noise():
-        output = model(input_ids=input_ids, use_cache=False)
+        output = model(input_ids=input_ids, use_cache=bool(given), **given)
     return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].float().cpu()
 
 
@@ -69,29 +93,35 @@ def run_eager(path: Path, dtype: str, input_ids: Any, num_layers: int, progress:
 
 
 def best_tokens(
-    path: Path, dtype: str, prompt: Any, generated: Sequence[int], *, is_causal: bool, progress: Callable[[str], None]
-) -> tuple[list[int], list[float]]:
-    """Returns for each place of `generated` the token that eager takes best there, after `prompt`
-    [1, num_tokens] and the generated ones before it, and the gap of its two largest logits over
-    the standard deviation of all.
+    path: Path, dtype: str, prompt: Any, generated: Sequence[int], *, is_causal: bool, progress: Callable[[str], None],
+    far: FarRows | None = None,
+) -> BestTokens:  # fmt: skip
+    """Returns for each place of `generated` what eager says there, after `prompt` [1, num_tokens]
+    and the generated ones before it, and the logits of `far` rows.
 
     One pass gives all places of a model that looks at earlier tokens only. Without `is_causal`, or
     where a pass gives the logits of something else, such as a canvas of noise, each has its own.
     """
     seen = torch.cat([prompt, torch.tensor([[*generated[:-1]]], dtype=torch.int64)], dim=1)
+    count = seen.shape[1]
 
-    def compute(model: Any) -> Any:
+    def compute(model: Any) -> tuple[Any, Any]:
         with torch.inference_mode():
-            if is_causal and len(logits := model_logits(model, seen)) == seen.shape[1]:
-                return logits[-len(generated) :]
-            ends = range(prompt.shape[1], seen.shape[1] + 1)
-            return torch.stack([model_logits(model, seen[:, :end])[-1] for end in ends])
+            if far is not None and far.is_appended:
+                ids = torch.cat([seen, torch.tensor([far.token_ids])], dim=1)
+                logits = model_logits(model, ids, [*range(count), *far.positions])
+                return logits[count - len(generated) : count], logits[count:]
+            others = None if far is None else model_logits(model, torch.tensor([far.token_ids]), far.positions)
+            if is_causal and len(logits := model_logits(model, seen)) == count:
+                return logits[-len(generated) :], others
+            ends = range(prompt.shape[1], count + 1)
+            return torch.stack([model_logits(model, seen[:, :end])[-1] for end in ends]), others
 
     with _opened(path, dtype, progress) as eager:
-        logits = eager.run(compute)
+        logits, far_logits = eager.run(compute)
     best = logits.topk(2).values
     gaps = (best[:, 0] - best[:, 1]) / logits.std()
-    return logits.argmax(dim=-1).tolist(), gaps.tolist()
+    return BestTokens(logits.argmax(dim=-1).tolist(), gaps.tolist(), far_logits)
 
 
 @contextmanager

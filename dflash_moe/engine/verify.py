@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_moe.engine.eager_pass import EagerPass, best_tokens, model_logits, run_eager, same_noise
-from dflash_moe.engine.forward import StepRows
+from dflash_moe.engine.eager_pass import EagerPass, FarRows, best_tokens, model_logits, run_eager, same_noise
+from dflash_moe.engine.forward import PackedForward, StepRows
 from dflash_moe.engine.host_model import HostModel, open_host
-from dflash_moe.engine.verify_report import Bounds, GreedyParity, VerifyReport, judge
+from dflash_moe.engine.verify_report import Bounds, GreedyParity, PositionParity, VerifyReport, judge, rows_rms
 from dflash_moe.errors import DflashError
 from dflash_moe.integrations.expert_truths import StoredExperts
 from dflash_moe.integrations.layer_parity import compare_layer, count_calls, held_formats, rms
@@ -97,14 +98,30 @@ def verify(
         if on_comparing is not None:
             progress("comparing weights with this host's own copy")
             report.compared_shards = runtime.check_weights(on_comparing)
-        ours, is_causal = _compare(report, path, runtime, eager, input_ids, progress)
+        ours = _compare(report, path, runtime, eager, input_ids, progress)
     del eager  # its logits and captured calls
     progress("asking the eager model for its own tokens")
     prompt = input_ids[:, :GREEDY_PROMPT]
-    theirs, gaps = best_tokens(path, spec.dtype, prompt, ours, is_causal=is_causal, progress=progress)
-    report.greedy = GreedyParity.of(ours, theirs, gaps, bounds.tie)
+    theirs = best_tokens(
+        path, spec.dtype, prompt, ours.generated, is_causal=ours.is_cached, progress=progress, far=ours.far
+    )  # fmt: skip
+    report.greedy = GreedyParity.of(ours.generated, theirs.tokens, theirs.gaps, bounds.tie)
+    if ours.far is not None:
+        report.positions = PositionParity.of(ours.far.positions, ours.far_logits, theirs.far_logits)
     judge(report, spec.layers)
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """What the host's model gave: tokens, whether it generated them with a cache, and the logits of
+    rows at positions behind them, where its attention reads pages.
+    """
+
+    generated: list[int]
+    is_cached: bool
+    far: FarRows | None = None
+    far_logits: Any = None
 
 
 @contextmanager
@@ -120,7 +137,7 @@ def _torch_threads_kept() -> Iterator[None]:
 def _compare(
     report: VerifyReport, path: Path, runtime: ExpertRuntime, eager: EagerPass, input_ids: torch.Tensor,
     progress: Callable[[str], None],
-) -> tuple[list[int], bool]:  # fmt: skip
+) -> _Ours:  # fmt: skip
     """Compares every layer with what the eager model asked of its experts, and then the model.
     Returns what `_compare_model` does.
     """
@@ -153,10 +170,8 @@ def _model_logits(model: Any, input_ids: torch.Tensor) -> Any:
 
 def _compare_model(
     report: VerifyReport, path: Path, runtime: ExpertRuntime, input_ids: torch.Tensor, eager_logits: Any
-) -> tuple[list[int], bool]:
-    """Compares the logits of the host's model with eager's, and returns the tokens that it
-    generates and whether that was done with a cache.
-    """
+) -> _Ours:
+    """Compares the logits of the host's model with eager's, and returns what else it gives."""
     runtime.set_mode("batched")
     host = open_host(path, runtime)
     report.host = host.report
@@ -166,10 +181,35 @@ def _compare_model(
     before = count_calls(runtime)
     difference = (_host_logits(host, input_ids) - eager_logits) / eager_logits.std()
     report.logits_rms, report.logits_max = rms(difference), float(difference.abs().max())
-    ours, is_cached = _generate_somehow(host, input_ids[0, :GREEDY_PROMPT].tolist())
+    report.rows_rms = rows_rms(difference)
+    prompt = input_ids[0, :GREEDY_PROMPT].tolist()
+    generated, is_cached = _generate_somehow(host, prompt)
     report.remote_calls = count_calls(runtime) - before
     _check_calls(host.model, report.remote_calls)
-    return ours, is_cached
+    if host.packed is None:
+        return _Ours(generated, is_cached)
+    return _Ours(generated, is_cached, *_far_rows(host.packed, [*prompt, *generated[:-1]]))
+
+
+def _far_rows(packed: PackedForward, seen: list[int]) -> tuple[FarRows | None, Any]:
+    """Returns random tokens at the notable positions behind those of `seen`, as many as pages hold,
+    and the logits that our model has of them.
+    """
+    is_appended = not any(tables.depends_on_length for tables in packed.rotary)
+    before = seen if is_appended else []
+    room = packed.blocks.num_free * packed.blocks.block_tokens - len(before)
+    positions = [position for position in packed.notable_positions if position >= len(seen)][-max(0, room) :]
+    if not positions or room <= 0:
+        return None, None
+    generator = torch.Generator().manual_seed(len(positions))
+    token_ids = torch.randint(0, packed.vocab_size, (len(positions),), generator=generator).tolist()
+    sequence = packed.admit(len(before) + len(positions))
+    try:
+        with packed.standing_at([*range(len(before)), *positions]), same_noise():
+            logits = packed.forward([StepRows(sequence, [*before, *token_ids], num_logits=len(positions))]).cpu()
+    finally:
+        sequence.release()
+    return FarRows(token_ids, positions, is_appended), logits
 
 
 def _generate_somehow(host: HostModel, prompt: list[int]) -> tuple[list[int], bool]:

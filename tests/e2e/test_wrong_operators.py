@@ -135,7 +135,10 @@ def tables(change: Callable[[Any], Any]) -> Patch:
 
     def apply(_opened: Opened, patch: pytest.MonkeyPatch) -> None:
         right = RotaryTables.begin
-        patch.setattr(RotaryTables, "begin", lambda self, step: right(self, [change(*entry) for entry in step]))
+        def begin(self: Any, step: Any, *others: Any) -> None:
+            right(self, [change(*entry) for entry in step], *others)
+
+        patch.setattr(RotaryTables, "begin", begin)
 
     return apply
 

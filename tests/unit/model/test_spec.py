@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -204,3 +205,30 @@ def _with(experts_class, **attributes):
             setattr(self, name, value)
 
     return __init__
+
+
+def test_experts_with_a_limit_that_usual_rows_do_not_reach_are_refused(made, monkeypatch):
+    from transformers.models.mixtral import modeling_mixtral
+
+    right = modeling_mixtral.MixtralExperts.forward
+
+    class Limited:
+        """The experts' activation, limited far above what gates give for usual rows."""
+
+        def __init__(self, activation):
+            self.activation = activation
+
+        def __call__(self, gate):
+            return self.activation(gate).clamp(max=5000)
+
+    def forward(self, *arguments):
+        limited = copy.copy(self)
+        limited.__dict__["_modules"] = {**self._modules}
+        limited.__dict__["_modules"].pop("act_fn", None)
+        limited.__dict__["act_fn"] = Limited(self.act_fn)
+        return right.__wrapped__(limited, *arguments)
+
+    forward.__wrapped__ = forward
+    monkeypatch.setattr(modeling_mixtral.MixtralExperts, "forward", forward)
+    with pytest.raises(UnsupportedError, match="MixtralExperts.forward: differs from the formula"):
+        model_spec(made("mixtral"))

@@ -282,3 +282,26 @@ def test_wrong_latent_heads_are_refused(change, dtype, monkeypatch):
     heads, reason = take_latent_heads(POOL, module, "f32-canonical")
     assert heads is None
     assert "times what is allowed" in reason
+
+
+def test_expanded_latents_with_a_limit_that_no_probe_row_reaches_are_refused(monkeypatch):
+    module = lively("deepseek_v3", "f32").model.layers[0].self_attn
+    right = type(module).expand_kv
+
+    def limited(self: Any, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = right(self, latents, rotated)
+        return keys, values.clamp(-200, 200)
+
+    monkeypatch.setattr(type(module), "expand_kv", limited)
+    heads, reason = take_latent_heads(POOL, module, "f32-canonical")
+    assert heads is None
+    assert "such as a limit" in reason
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_an_activation_with_a_limit_is_refused(dtype, monkeypatch):
+    model = lively("glm4_moe", dtype)
+    kind = next(type(module) for module in model.modules() if "SiLU" in type(module).__name__)
+    right = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, values: right(self, values).clamp(max=1000))
+    assert kept(take_over(model, POOL, "f32-canonical"), "SiLU")
