@@ -1,5 +1,4 @@
-"""Shows on stderr what takes time, and how far it is: by bars on a terminal, and otherwise by a line
-every two seconds.
+"""Shows on stderr what takes time, and how far it is: by bars on a terminal, by lines elsewhere.
 
 SPDX-License-Identifier: Apache-2.0
 """
