@@ -15,6 +15,7 @@ import typer
 from dflash_moe.cli import options
 from dflash_moe.cli.command_line import Commands
 from dflash_moe.cli.loading import doing_shown
+from dflash_moe.cli.model_path import model_path
 from dflash_moe.config.values import format_bytes
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.model.gguf_header import is_gguf
@@ -68,7 +69,7 @@ def inspect(
     """Show layers, experts, bytes per expert, what fits where, and whether the model is
     supported.
     """
-    path = options.model_directory(directory)
+    path = model_path(directory)
     with doing_shown(f"reading {path.name}"):
         from dflash_moe.model.inspect import inspect_model
 

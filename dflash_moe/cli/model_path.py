@@ -45,6 +45,18 @@ def names_model(value: str) -> bool:
 
 
 def model_directory(value: str) -> Path:
+    """Returns the checkpoint directory or GGUF file of a model that is to be run. Errors are those
+    of `model_path`, and those of `refuse_unusable` where no command could run it.
+    """
+    # Help is shown without what this imports.
+    from dflash_moe.model.first_look import refuse_unusable
+
+    path = model_path(value)
+    refuse_unusable(path)
+    return path
+
+
+def model_path(value: str) -> Path:
     """Returns the checkpoint directory or GGUF file. Raises ConfigError, which says for the id of a
     hub how to download it, for a typing error what was meant, and else what was found.
     """

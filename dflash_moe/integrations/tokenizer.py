@@ -8,8 +8,11 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,12 @@ from dflash_moe.model.refusals import in_one_line
 # A panic of Rust code arrives as this, which is no Exception. Each extension has a class of its
 # own, so that it is told by its name.
 _PANIC = "PanicException"
+# What Rust writes of a panic begins so, and goes on for pages where RUST_BACKTRACE is set.
+_PANICKED = b"\nthread '"
+# Files of tokenizers have such names; some further ones only say how to use what is in these.
+_TOKENIZER_FILE = re.compile(r"token|vocab|merges|sp(iece|m)|bpe|\.model$|\.txt$", re.IGNORECASE)
+_ABOUT_TOKENS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+_DAMAGED = "tokenizer.json, or what stands for it, is damaged: download the folder's tokenizer files again"
 # What the kinds of tokenizers in GGUF files are built from, beside their tokens.
 _NEEDED = {"gpt2": ("merges",), "t5": ("scores",)}
 _SPECIAL = ("bos", "eos", "unknown", "padding")
@@ -36,24 +45,68 @@ def load_tokenizer(path: Path) -> Any:
 
     parts = find_gguf(path)
     if not parts:
-        with refusing_tokenizer(f"checkpoint {path}: its tokenizer cannot be read"):
-            found = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        _check_files(path)
+        with _panics_unsaid(), refusing_tokenizer(f"checkpoint {path}: its tokenizer cannot be read", _DAMAGED):
+            found = _tried(AutoTokenizer.from_pretrained(path, local_files_only=True))
             is_empty = found.vocab_size <= len(set(found.all_special_ids))
         if is_empty:
-            # For some architectures transformers makes one of nothing where the files are missing.
+            # For some architectures transformers makes one of nothing where the files say nothing.
             raise UnsupportedError(
                 f"checkpoint {path}: it has no tokenizer, only special tokens; copy tokenizer.json, or what the model's maker "
                 "has in its place, beside config.json"
             )
         return found
     _check_gguf_tokenizer(parts[0])
-    with refusing_tokenizer(f"{parts[0]}: its tokenizer cannot be built from the metadata ({_REMEDY})"):
+    with _panics_unsaid(), refusing_tokenizer(f"{parts[0]}: its tokenizer cannot be built from the metadata", _REMEDY):
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
         architecture, tokenizer, settings = get_gguf_tokenizer(str(parts[0]))
         backend, more = convert_gguf_tokenizer(architecture, tokenizer)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+        return _tried(PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more))
+
+
+def _tried(tokenizer: Any) -> Any:
+    """Returns a tokenizer that a panic does not end over its first text, such as one whose template
+    names a token that is not there. Other errors are those of the text to come.
+    """
+    with suppress(Exception):
+        tokenizer("a")
+    return tokenizer
+
+
+def _check_files(path: Path) -> None:
+    """Raises UnsupportedError where a folder has no file that a tokenizer could be in: transformers
+    then makes one that knows no token, or asks for further packages.
+    """
+    if not any(_TOKENIZER_FILE.search(name) for name in set(os.listdir(path)) - _ABOUT_TOKENS):
+        raise UnsupportedError(
+            f"checkpoint {path}: it has no tokenizer, such as tokenizer.json; download the whole folder again, the tokenizer's "
+            "files included"
+        )
+
+
+@contextmanager
+def _panics_unsaid() -> Iterator[None]:
+    """Keeps back what Rust code writes to stderr of a panic in the block, whose error says it. What
+    others write meanwhile appears at the block's end.
+    """
+    with ExitStack() as stack:
+        try:
+            said = stack.enter_context(tempfile.TemporaryFile())
+            kept = os.dup(2)
+        except OSError:
+            # Without a file or a descriptor a panic says what it says.
+            yield
+            return
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            os.write(2, said.read().partition(_PANICKED)[0])
 
 
 def _check_gguf_tokenizer(path: Path) -> None:
@@ -120,9 +173,9 @@ def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: boo
 
 
 @contextmanager
-def refusing_tokenizer(what: str) -> Iterator[None]:
+def refusing_tokenizer(what: str, remedy: str = "") -> Iterator[None]:
     """Turns any exception in the block that is not ours, and a panic of Rust code, into an
-    UnsupportedError, whose text begins with `what` and quotes it.
+    UnsupportedError, whose text begins with `what`, quotes it and ends with `remedy`.
     """
     try:
         yield
@@ -131,4 +184,4 @@ def refusing_tokenizer(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
-        raise UnsupportedError(f"{what}: {in_one_line(error)}") from error
+        raise UnsupportedError(f"{what}: {in_one_line(error)}{'; ' * bool(remedy)}{remedy}") from error

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_moe.errors import CheckpointError, UnsupportedError, shown
+from dflash_moe.errors import UnsupportedError, shown
 from dflash_moe.model.config_limits import check_counts
 from dflash_moe.model.quantization_methods import check_quantization
-from dflash_moe.model.refusals import is_file, refusing
+from dflash_moe.model.refusals import refusing
 
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
@@ -63,8 +63,6 @@ def load_config(checkpoint: Checkpoint) -> Any:
 
         return gguf_config(checkpoint)
     directory = checkpoint.path
-    if not is_file(directory / "config.json"):
-        raise CheckpointError(f"checkpoint {directory}: config.json is missing; is it a transformers model?")
     check_counts(checkpoint.config(), str(directory / "config.json"))
     with refusing(f"{directory / 'config.json'}: not readable"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -147,4 +145,7 @@ def find_experts(model: Any) -> dict[str, Any]:
                 f"{kind} ({name}): its experts are not on transformers' experts interface, through which "
                 "they are given to workers; a newer transformers may have put them there"
             )
-    raise UnsupportedError(f"{type(model).__name__}: has no routed experts, so there is nothing to offload")
+    raise UnsupportedError(
+        f"{type(model).__name__}: the model is dense: it has no experts that workers could compute; transformers alone runs "
+        "it, and llama.cpp alone runs a GGUF file of it"
+    )

@@ -134,6 +134,11 @@ class Checkpoint:
         """
         if self.metadata is not None:
             return self.metadata
+        if not is_file(self.path / "config.json"):
+            raise CheckpointError(
+                f"checkpoint {self.path}: it has weights but no config.json, which says of what model they are; download the "
+                "whole folder again, config.json and the tokenizer's files included"
+            )
         return read_json(self.path / "config.json", MAX_CONFIG_BYTES)
 
     def values(self, name: str) -> np.ndarray[Any, Any]:

@@ -136,12 +136,16 @@ def _with_sisters(path: Path) -> tuple[Path, ...]:
 
 
 def _what_is_there(directory: Path) -> str:
+    if not _matching(directory, "*"):
+        return "the folder is empty; pass the folder that config.json and *.safetensors are in, or a GGUF file"
     wanted = f"neither {SINGLE_NAME} nor {INDEX_NAME} nor a GGUF file found"
     if _matching(directory, "*.safetensors"):
         return f"{wanted}; there are other safetensors files, but without the index it is not known what belongs together"
     if any(_matching(directory, pattern) for pattern in ("pytorch_model*.bin", "*.pt", "*.pth")):
         return f"{wanted}, only pickled weights, which are never read; save the model again with safe_serialization"
-    return f"{wanted}; pass the directory of a transformers checkpoint"
+    if is_file(directory / "config.json"):
+        return f"{wanted}: config.json is there without the weights; download the whole folder again"
+    return f"{wanted}; pass the folder that config.json and *.safetensors are in, or a GGUF file"
 
 
 class SeenFiles:

@@ -10,6 +10,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +74,12 @@ def read_gguf_header(path: Path, file: int) -> GgufHeader:
     CheckpointError naming the file and the tensor or key that is wrong.
     """
     try:
-        with open_named(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data).header(file)
+        with open_named(path) as stream:
+            if not os.fstat(stream.fileno()).st_size:
+                raise CheckpointError(f"{path}: the file is empty; download or copy it again")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data).header(file)
     except (OSError, ValueError) as error:
-        # Mapping an empty file is a ValueError.
         raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -102,7 +105,10 @@ class _Reader:
 
     def header(self, file: int) -> GgufHeader:
         if self.size < 24 or self.data[:4] != MAGIC:
-            raise self._wrong(f"found {self.size} bytes that do not begin with GGUF; it is truncated or not a GGUF file")
+            raise self._wrong(
+                f"found {self.size} bytes that do not begin with GGUF; it is truncated or not a GGUF file - download or copy "
+                "it again"
+            )
         self.at = 4
         version = self._number("I", "version")
         if version not in VERSIONS:
@@ -126,7 +132,8 @@ class _Reader:
         """Returns the position of the next `num_bytes` and moves past them."""
         if num_bytes > self.size - self.at:
             raise self._wrong(
-                f"{what} needs {num_bytes} bytes at byte {self.at}, but the file has {self.size}; it is truncated or damaged"
+                f"{what} needs {num_bytes} bytes at byte {self.at}, but the file has {self.size}; it is truncated or damaged - "
+                "download or copy it again"
             )
         start = self.at
         self.at += num_bytes
@@ -140,7 +147,10 @@ class _Reader:
         """Reads a 64-bit count of things, each of which takes at least `least_bytes`."""
         count = int(self._number("Q", what))
         if count * least_bytes > self.size - self.at:
-            raise self._wrong(f"{what} is {count}, more than a file of {self.size} bytes can hold; it is damaged")
+            raise self._wrong(
+                f"{what} is {count}, more than a file of {self.size} bytes can hold; it is truncated or damaged - download or "
+                "copy it again"
+            )
         return count
 
     def _text(self, what: str, max_bytes: int | None = None) -> str:

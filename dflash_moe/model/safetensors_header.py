@@ -42,12 +42,15 @@ def read_header(path: Path, file: int) -> dict[str, TensorInfo]:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             if len(prefix) < 8:
-                raise CheckpointError(f"{path}: found {size} bytes, too few for a safetensors file; it is truncated or not one")
+                raise CheckpointError(
+                    f"{path}: found {size} bytes, too few for a safetensors file; it is truncated or not one - download or "
+                    "copy it again"
+                )
             length = int.from_bytes(prefix, "little")
             if length > MAX_HEADER_BYTES or length > size - 8:
                 raise CheckpointError(
                     f"{path}: found a header length of {length} bytes in a file of {size}, allowed are {MAX_HEADER_BYTES}; "
-                    "the file is truncated or not a safetensors file"
+                    "the file is truncated or not a safetensors file - download or copy it again"
                 )
             text = stream.read(length)
     except OSError as error:

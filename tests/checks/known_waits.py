@@ -225,6 +225,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/integrations/parameter_values.py": {
         "leave ThreadPoolExecutor": "bounded: each task converts the tensors of one expert, and its taker has STANDSTILL_S"
     },
+    "dflash_moe/integrations/tokenizer.py": {
+        "call os.write": "bounded: stderr, once while a tokenizer is read; whoever stops reading it stops every line there",
+    },
     "dflash_moe/model/expert_loading.py": {
         "leave ThreadPoolExecutor": "bounded: each task sums up a part of one shard in memory, and waits for nobody",
     },

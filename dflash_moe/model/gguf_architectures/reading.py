@@ -8,6 +8,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError, shown
@@ -39,6 +40,8 @@ _COMMON_KEYS = {
     "rope_theta": "rope.freq_base",
     "num_experts_per_tok": "expert_used_count",
 }
+# The tensors of experts, in files of today and in those of old that have a tensor for each.
+_EXPERTS = re.compile(r"_exps\.|\.ffn_(gate|up|down)\.\d+\.")
 _OPTIONAL_KEYS = {"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"}
 
 
@@ -61,12 +64,24 @@ def gguf_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     metadata = checkpoint.config()
     name = metadata["general.architecture"]
     check_counts(metadata, f"{checkpoint.path}: metadata")
+    refuse_dense(checkpoint)
     check_nvfp4_scales(checkpoint)
     with refusing(f"{checkpoint.path}: its metadata is not that of a {name} model", CheckpointError):
         try:
             return _settings(checkpoint, name, metadata)
         except KeyError as error:
             raise CheckpointError(f"{checkpoint.path}: metadata {error} is missing, which every {name} model has") from None
+
+
+def refuse_dense(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedError where a GGUF file is of a model without experts."""
+    metadata = checkpoint.config()
+    name = metadata["general.architecture"]
+    if not metadata.get(f"{name}.expert_count") and not any(_EXPERTS.search(tensor) for tensor in checkpoint.stored):
+        raise UnsupportedError(
+            f"{checkpoint.path}: this {shown(name)} model is dense: it has no experts that workers could compute; llama.cpp "
+            f"alone runs it, as in `llama-cli -m {checkpoint.path.name}`"
+        )
 
 
 def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:

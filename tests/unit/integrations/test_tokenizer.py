@@ -59,8 +59,8 @@ def test_a_checkpoint_without_files_of_a_tokenizer_has_none(tmp_path, architectu
         ({"tokens": None}, "its gpt2 tokenizer has no tokens"),
         ({"model": None}, r"it has no tokenizer \(metadata tokenizer\.ggml\.model is missing\)"),
         ({"model": "t5"}, "its t5 tokenizer has no scores"),
-        ({"model": "strange"}, "its tokenizer cannot be built from the metadata .*'strange'"),
-        ({"merges": ("zz qq",)}, "its tokenizer cannot be built from the metadata .*out of vocabulary"),
+        ({"model": "strange"}, "its tokenizer cannot be built from the metadata: .*'strange'"),
+        ({"merges": ("zz qq",)}, "its tokenizer cannot be built from the metadata: .*out of vocabulary"),
         ({"eos": 3}, r"tokenizer\.ggml\.eos_token_id is 3, and the tokenizer has 3 tokens"),
     ],
 )
@@ -119,7 +119,8 @@ def test_a_panic_while_loading_is_unsupported(tmp_path, monkeypatch):
         raise PanicException("called `Result::unwrap()` on an `Err` value")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", panic)
-    (tmp_path / "model.safetensors").touch()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     with pytest.raises(UnsupportedError, match="its tokenizer cannot be read: called `Result::unwrap"):
         load_tokenizer(tmp_path)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import shutil
 
 import pytest
 
 from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError
-from dflash_moe.integrations.tokenizer import encode, load_tokenizer
+from dflash_moe.integrations.tokenizer import load_tokenizer
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.inspect import inspect_model
 from dflash_moe.model.make import make_checkpoint
@@ -214,10 +215,36 @@ PANICS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", sorted(PANICS))
-def test_a_tokenizer_that_makes_rust_panic_is_refused(pristine, tmp_path, part):
+@pytest.mark.parametrize("part", [*sorted(PANICS), "model"])
+def test_a_tokenizer_that_makes_rust_panic_is_refused_without_its_backtrace(pristine, tmp_path, part, capfd):
     shutil.copytree(pristine("mixtral"), tmp_path / "model")
     path = tmp_path / "model" / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), part: PANICS[part]}))
-    with pytest.raises(UnsupportedError, match="tokenizer (cannot be read|fails over a text of 5 characters)"):
-        encode(load_tokenizer(tmp_path / "model"), "hello")
+    settings = json.loads(path.read_text())
+    # Merges whose second half is shorter than the prefix that is to be taken off.
+    vocabulary = {"a": 0, "\u00e9": 1, "b": 2}
+    merges = {"type": "BPE", "vocab": vocabulary, "merges": [["a", "\u00e9"], ["a", "b"]], "continuing_subword_prefix": "##"}
+    path.write_text(json.dumps({**settings, part: PANICS.get(part, merges)}))
+    with pytest.raises(UnsupportedError, match=r"its tokenizer cannot be read: .*; tokenizer\.json, .* is damaged: download"):
+        load_tokenizer(tmp_path / "model")
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_what_others_write_while_a_tokenizer_is_read_appears(pristine, tmp_path, monkeypatch, capfd):
+    from transformers import AutoTokenizer
+
+    read = AutoTokenizer.from_pretrained
+
+    def speaking(*arguments, **options):
+        os.write(2, b"a warning of the system\n")
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", speaking)
+    load_tokenizer(pristine("mixtral"))
+    assert "a warning of the system" in capfd.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_named_and_not_taken_for_one_without_tokens(pristine, tmp_path):
+    shutil.copytree(pristine("mixtral"), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(UnsupportedError, match=r"it has no tokenizer, such as tokenizer\.json; download the whole folder"):
+        load_tokenizer(tmp_path / "model")

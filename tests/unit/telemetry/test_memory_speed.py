@@ -1,5 +1,4 @@
-"""The speed of memory is measured with any number of threads, and given up where a pass does not end
-in time.
+"""The speed of memory is measured with any number of threads, and given up where it takes too long.
 
 SPDX-License-Identifier: Apache-2.0
 """
