@@ -71,7 +71,7 @@ build/core/build.ninja: setup.py | $(STAMPS)/tools
 # Packages are installed while the core compiles, which does not need them.
 $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml | build/core/build.ninja
 	@echo "==> compiling the C++ core, and installing Python packages meanwhile (logs: $(STAMPS)/*.log)"
-	@set -m; .ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host & installing=$$!; trap 'kill -- -$$installing 2>/dev/null || true' EXIT; \
+	@set -m; .ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host & installing=$$!; set +m; trap 'kill -- -$$installing 2>/dev/null || true' EXIT; \
 	 $(COMPILE) build/core $(JOBS) _core; wait $$installing
 	@.ci/install $(BIN)/python $(STAMPS)/install.log --no-build-isolation --no-deps -e . -e ./bench/demo_model
 	@touch $@

@@ -54,7 +54,7 @@ class Configure(Command):
         ]  # fmt: skip
         if shutil.which("ccache"):
             configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
-        subprocess.run(configure, check=True, env=ENVIRONMENT)
+        subprocess.run(configure, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
 
 
 class CMakeBuild(build_ext):

@@ -100,8 +100,8 @@ def print_places(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     typer.echo(
         f"Prefill of {tokens:,} tokens. Two workers compute the experts of every layer, the host the rest. stream sends slices "
         "of four\ntokens, batched all tokens of a layer at once, auto slices of the size that it measures to be quickest; bf16 "
-        f"halves the\nbytes. Times are medians of {ROUNDS} rounds; how much quicker one is than another is the median of the rounds' "
-        "ratios,\nbecause what disturbs a round disturbs all of it.\n"
+        f"halves the\nbytes. Times are medians of {ROUNDS} rounds; how much quicker one is than another is the median of the "
+        "rounds' ratios,\nbecause what disturbs a round disturbs all of it.\n"
     )
     for place, of_place in rows.items():
         typer.echo(place)

@@ -11,12 +11,12 @@ import sys
 import pytest
 
 # What a user writes; a missing package, or one without types, makes every name `Any`.
-PROGRAM = '''import dflash_moe as dm
+PROGRAM = """import dflash_moe as dm
 
 topology = dm.Topology.load("two_workers.yaml")
 reveal_type(topology.workers[0].name)
 dm.SamplingParams(max_tokens="many")
-'''
+"""
 
 
 def test_type_checker_sees_the_installed_package(tmp_path) -> None:
