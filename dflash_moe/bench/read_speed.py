@@ -46,8 +46,8 @@ class ReadSpeed:
         return f"read speed, {self.threads} threads"
 
     def measure(self, *, keep: bool) -> None:
-        """Reads the buffer a few times. Only this needs the extension that measures: the demo, which
-        uses the same cases, runs without.
+        """Reads the buffer a few times. Only this needs what measures; the demo uses the same cases
+        without.
         """
         from dflash_moe import _measure
 
