@@ -21,13 +21,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 CMAKE := $(BIN)/cmake
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CCACHE := $(if $(shell command -v ccache 2>/dev/null),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 # Paths below this folder are compared relative to the build folder, so that the core, the tests and
 # the wheel compile a source once.
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
 CONFIGURE = $(CMAKE) -S csrc -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DDFLASH_BINDINGS=OFF $(CCACHE) --log-level=WARNING
+COMPILE := .ci/compile
+in_package = cp --update --remove-destination $(1) dflash_moe/
 export PATH := $(abspath $(BIN)):$(PATH)
 # Workers and tests are many small processes: passive waiting keeps OpenMP of torch from starving
 # them (docs/architecture.md).
@@ -35,12 +36,12 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo parts test check asan tsan fuzz neon test-long pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
-build: core ## environment and C++ core, editable, in .venv
+build: parts ## everything, editable, in .venv: environment, C++ core, what measures and simulates, tools
 	@echo "ready: $(BIN)/dflash-moe"
 
-demo: core ## two CPU workers over shared memory: text, the table of the modes, equal bits
+demo: core ## from nothing in 4 minutes: two CPU workers over shared memory, the table of the modes, equal bits
 	@$(BIN)/dflash-moe demo
 
 # -- environment -----------------------------------------------------------------------------------
@@ -56,32 +57,40 @@ $(STAMPS)/created: | system-build
 	 else $(PYTHON) -m venv $(VENV); fi
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/torch: $(STAMPS)/created
-	@if $(BIN)/python -c 'import torch' >/dev/null 2>&1; then \
-	   echo "==> torch: $$($(BIN)/python -c 'import torch; print(torch.__version__)'), already there"; \
-	 elif [ -n "$(TORCH)" ]; then \
-	   echo "==> installing $(TORCH) (override with TORCH=...; a build for GPUs is several GB)"; \
-	   $(PIP) install "$(TORCH)" > $(STAMPS)/torch.log 2>&1 || { tail -n 20 $(STAMPS)/torch.log >&2; exit 1; }; \
-	 else echo "==> no torch, as asked: workers run, the host's integrations do not"; fi
+# What builds the core.
+$(STAMPS)/tools: $(STAMPS)/created
+	@echo "==> installing what the C++ core is built with"
+	@.ci/install $(BIN)/python $(STAMPS)/tools.log --upgrade 'setuptools>=77' 'pybind11>=2.12' 'cmake>=3.22' 'ninja>=1.10'
 	@touch $@
 
-# The constraint keeps every later installation from exchanging the torch that is there.
-$(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml $(STAMPS)/torch
-	@echo "==> installing Python packages and building the C++ core (log: $(STAMPS)/install.log)"
-	@$(BIN)/python -m pip freeze --quiet | { grep -i '^torch==' || true; } > $(STAMPS)/constraints.txt
-	@extras=bench,dev; $(BIN)/python -c 'import torch' >/dev/null 2>&1 && extras=host,host-test,$$extras; \
-	 { $(PIP) install --upgrade 'setuptools>=77' 'pybind11>=2.12' 'cmake>=3.22' ninja \
-	   && $(PIP) install --no-build-isolation -c $(STAMPS)/constraints.txt -e ".[$$extras]" -e ./bench/demo_model; } > $(STAMPS)/install.log 2>&1 \
-	 || { tail -n 40 $(STAMPS)/install.log >&2; echo "make: installing failed; the whole log is $(STAMPS)/install.log" >&2; exit 1; }
+# A folder that was removed is configured again.
+build/core/build.ninja: setup.py | $(STAMPS)/tools
+	@$(BIN)/python setup.py --quiet configure
 	@touch $@
 
-# CMake's own incremental build: half a second when nothing changed. build/core is configured by
-# setup.py; if somebody removed it, installing again brings it back.
-core: $(STAMPS)/packages
-	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
-	@$(CMAKE) --build build/core --target _core _measure _simulation dflash_sim dflash_sim_measure dflash_moe -- --quiet | sed '/^-- /d'
-	@cp --update --remove-destination build/core/_core.*.so build/core/_measure.*.so build/core/_simulation.*.so build/core/libdflash_sim.so \
-	  build/core/libdflash_sim_measure.so build/core/libdflash_moe.so dflash_moe/
+# Packages are installed while the core compiles, which does not need them.
+$(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml | build/core/build.ninja
+	@echo "==> compiling the C++ core, and installing Python packages meanwhile (logs: $(STAMPS)/*.log)"
+	@set -m; .ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host & installing=$$!; set +m; trap 'kill -- -$$installing 2>/dev/null || true' EXIT; \
+	 $(COMPILE) build/core $(JOBS) _core; wait $$installing
+	@.ci/install $(BIN)/python $(STAMPS)/install.log --no-build-isolation --no-deps -e . -e ./bench/demo_model
+	@touch $@
+
+# What tests, checks and measures, beyond what runs.
+$(STAMPS)/development: $(STAMPS)/packages
+	@echo "==> installing what tests, checks and measures (log: $(STAMPS)/packages.log)"
+	@.ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host host-test bench dev
+	@touch $@
+
+# What a model runs with. CMake's own incremental build: half a second when nothing changed.
+core: build/core/build.ninja $(STAMPS)/packages
+	@$(COMPILE) build/core $(JOBS) _core
+	@$(call in_package,build/core/_core.*.so)
+
+# The rest of the package: what measures, what simulates, the simulated card, the C interface.
+parts: core $(STAMPS)/development
+	@$(COMPILE) build/core $(JOBS) _measure _simulation dflash_sim dflash_sim_measure dflash_moe
+	@$(call in_package,build/core/_measure.*.so build/core/_simulation.*.so build/core/libdflash_sim.so build/core/libdflash_sim_measure.so build/core/libdflash_moe.so)
 	@mkdir -p dflash_moe/include && cp --update --remove-destination csrc/c_interface/dflash_moe.h dflash_moe/include/
 
 # Minutes, most of them in the vendors' compilers; neither card nor driver is needed.
@@ -104,19 +113,19 @@ gpu-check: ## build for the NVIDIA card at hand, test and measure on it: under 9
 # $(1) build folder, $(2) arguments of ctest. C++ comes first: pytest's summary ends the output.
 define cpp_tests
 	@began=$$SECONDS; $(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null; \
-	$(CMAKE) --build build/tests -j $(JOBS) -- --quiet | sed '/^-- /d'; \
+	$(COMPILE) build/tests $(JOBS); \
 	echo "==> C++ tests (built in $$((SECONDS - began)) s)"; \
 	$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
 endef
 
 # 6 minutes on two cores at most, from a built tree; so does test-long. Two tests run at a time: no
 # test may depend on an idle machine.
-test: core ggml-headers system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
+test: parts ggml-headers system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
 	$(call cpp_tests)
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest tests -m "not long" -n 2
 
-test-long: core ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
+test-long: parts ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
 	@echo "==> exhaustive sweeps"
 	@$(BIN)/python -m pytest tests -m long -n 2 --dist worksteal
 
@@ -125,13 +134,13 @@ pythons: core ## what needs neither torch nor core, on every named Python that P
 
 # SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, which
 # must be found: one changed source is compiled for each, all else is linked from build/core.
-simulate: core ## failures in virtual time: SEEDS=400 seeds of the real client and worker loop, a minute
+simulate: parts ## failures in virtual time: SEEDS=400 seeds of the real client and worker loop, a minute
 	@if [ -n "$(BUGS)" ]; then $(BIN)/python bench/campaigns/planted_bugs.py --bugs $(BUGS); fi
 	@$(BIN)/dflash-moe simulate $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),400))
 
-kills: core ## worker processes killed and stopped in calls: KILLS=1000 over each transport, two minutes
+kills: parts ## worker processes killed and stopped in calls: KILLS=1000 over each transport, two minutes
 	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
-	@$(CMAKE) --build build/tests -j $(JOBS) --target worker_kills -- --quiet | sed '/^-- /d'
+	@$(COMPILE) build/tests $(JOBS) worker_kills
 	@mkdir -p build/campaign
 	@$(BIN)/python bench/campaigns/worker_kills.py --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl \
 	  $(if $(KILLS),--kills $(KILLS) --lone-kills $(KILLS)) $(if $(STOPS),--stops $(STOPS))
@@ -139,7 +148,7 @@ kills: core ## worker processes killed and stopped in calls: KILLS=1000 over eac
 # What takes longer than CI. The exit status is the verdict.
 # With LLAMA_CPP=DIR and LLAMA_BUILD=DIR, sources and build of a llama.cpp, also what only its own
 # programs can judge.
-campaign: core ## the long proofs: worker processes killed, all that can break, ten thousand random requests through one engine (4 hours)
+campaign: parts ## the long proofs: worker processes killed, all that can break, ten thousand random requests through one engine (4 hours)
 	@mkdir -p build/campaign
 	@echo "==> worker processes killed and stopped in calls, 1,000 over each transport"
 	@$(MAKE) --no-print-directory kills
@@ -162,7 +171,7 @@ campaign: core ## the long proofs: worker processes killed, all that can break, 
 	@echo "==> ten thousand requests through one engine"
 	@$(BIN)/python bench/campaigns/engine_requests.py --json build/campaign/engine_requests.json
 
-check: core ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
+check: parts ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
 	@failed=; \
 	$(BIN)/ruff check --output-format concise dflash_moe tests bench setup.py || failed="$$failed ruff"; \
 	$(BIN)/ruff format --check --quiet dflash_moe tests bench setup.py || failed="$$failed ruff-format"; \
@@ -177,7 +186,7 @@ define sanitized_tests
 	@echo "==> C++ tests under $(1): $(or $(ROOMS),all rooms)"
 	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" \
 	  -DDFLASH_PLAIN_KERNELS=$(if $(ROOMS),$(if $(filter compute,$(ROOMS)),OFF,ON),OFF) > /dev/null
-	@$(CMAKE) --build build/$(1) -j $(JOBS) $(if $(ROOMS),--target $(ROOMS:%=test_%)) -- --quiet | sed '/^-- /d'
+	@$(COMPILE) build/$(1) $(JOBS) $(if $(ROOMS),$(ROOMS:%=test_%))
 	@$(3) $(BIN)/ctest --test-dir build/$(1) -j $(JOBS) --output-on-failure --no-tests=error --timeout 600 \
 	  $(if $(ROOMS),--tests-regex '^($(subst $(space),|,$(strip $(ROOMS))))$$') | grep -v '^ *Start'
 endef
@@ -196,24 +205,24 @@ fuzz: core system-fuzz ## every fuzz target for T seconds (T=60), from the commi
 neon: core ## C++ tests of base, wire and compute for 64-bit ARM, under emulation
 	@.ci/neon $(abspath $(CMAKE)) $(JOBS)
 
-bench: core ## one bench case (CASE=ipc), JSON under build/bench/
+bench: parts ## one bench case (CASE=ipc), JSON under build/bench/
 	@mkdir -p build/bench
 	@$(BIN)/dflash-moe bench $(CASE) --json build/bench/$(CASE).json
 
 # Steps of one commit go on where they were: `make results ONLY=ipc,modes`, AGAIN=1 measures anew,
 # QUICK=1 tries all with tiny parameters.
-results: core ## measure all recorded results again (2 hours on two cores), write plots and documents
+results: parts ## measure all recorded results again (2 hours on two cores), write plots and documents
 	@$(BIN)/python -m bench.record $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(QUICK),--quick)
 
 # Minutes; needs a build of llama.cpp with its tests (LLAMA_BUILD_TESTS=ON), and runs its programs.
-llama-check: ggml ## llama.cpp's own programs and tiny models with our workers (LLAMA_CPP=DIR LLAMA_BUILD=DIR)
+llama-check: parts ggml ## llama.cpp's own programs and tiny models with our workers (LLAMA_CPP=DIR LLAMA_BUILD=DIR)
 	@[ -x "$(LLAMA_BUILD)/bin/llama-server" ] || { echo "llama-check: LLAMA_BUILD=DIR names the build folder of llama.cpp, which has bin/llama-server" >&2; exit 2; }
 	@LLAMA_CPP="$(abspath $(LLAMA_CPP))" LLAMA_BUILD="$(abspath $(LLAMA_BUILD))" $(BIN)/python -m pytest tests/llama
 
-wheel: core ## build the wheel, install it in an empty environment and import it there
+wheel: parts ## build the wheel, install it in an empty environment and import it there
 	@.ci/wheel $(BIN)/python
 
-wheels: core ## the wheel for this Python, and those of built plug-ins for cards, repaired and with their tags, into dist/
+wheels: parts ## the wheel for this Python, and those of built plug-ins for cards, repaired and with their tags, into dist/
 	@.ci/wheels $(BIN)/python
 
 # -- housekeeping ----------------------------------------------------------------------------------

@@ -13,54 +13,75 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pybind11
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# What comes beside each extension. The plug-ins of the backend `sim` are opened at run time, by the
+EXTENSIONS = ("_core", "_measure", "_simulation")
+# What comes beside the extensions. The plug-ins of the backend `sim` are opened at run time, by the
 # core and by what measures; the library of the C interface is for programs without Python.
-LIBRARIES = {"_core": ("dflash_sim", "dflash_moe"), "_measure": ("dflash_sim_measure",), "_simulation": ()}
+LIBRARIES = ("dflash_sim", "dflash_sim_measure", "dflash_moe")
 C_HEADER = ROOT / "csrc" / "c_interface" / "dflash_moe.h"
+BUILD_DIR = Path(os.environ.get("DFLASH_BUILD_DIR", ROOT / "build" / "core")).resolve()
+# cmake and ninja come with the build requirements and lie beside this interpreter, which need not
+# be on PATH.
+ENVIRONMENT = dict(os.environ, PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-class CMakeBuild(build_ext):
-    """Configures csrc/ and builds an extension and what comes beside it into the place setuptools
-    asks for.
-    """
+class Configure(Command):
+    """Configures csrc/ without building anything; `make` builds by itself then."""
 
-    def build_extension(self, ext: Extension) -> None:
-        """Runs CMake and Ninja; a failure ends the build with the compiler's own output above
-        it.
-        """
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build_dir = Path(os.environ.get("DFLASH_BUILD_DIR", ROOT / "build" / "core")).resolve()
-        build_dir.mkdir(parents=True, exist_ok=True)
-        # cmake and ninja come with the build requirements and lie beside this interpreter, which
-        # need not be on PATH.
-        environment = dict(os.environ, PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    user_options: ClassVar[list[tuple[str, str, str]]] = []
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        BUILD_DIR.mkdir(parents=True, exist_ok=True)
         configure = [
-            "cmake", "-S", str(ROOT / "csrc"), "-B", str(build_dir), "-G", "Ninja",
-            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=environment['PATH']) or 'ninja'}",
-            "-DCMAKE_BUILD_TYPE=Release",
+            "cmake", "-S", str(ROOT / "csrc"), "-B", str(BUILD_DIR), "-G", "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=ENVIRONMENT['PATH']) or 'ninja'}",
+            "-DCMAKE_BUILD_TYPE=Release", "--log-level=WARNING",
             # not the target: setuptools may ask for a temporary place
-            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={build_dir}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={BUILD_DIR}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DDFLASH_VERSION={self.distribution.get_version()}",
         ]  # fmt: skip
         if shutil.which("ccache"):
             configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
-        subprocess.run(configure, check=True, env=environment)
-        module = ext.name.rpartition(".")[2]
-        libraries = LIBRARIES[module]
-        subprocess.run(["cmake", "--build", str(build_dir), "--target", module, *libraries], check=True, env=environment)
+        subprocess.run(configure, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+
+
+class CMakeBuild(build_ext):
+    """Builds the extensions and what comes beside them into the place setuptools asks for. An
+    editable installation, which lies beside the sources, gets the core alone: what measures and
+    simulates takes as long again, and `make` builds it.
+    """
+
+    def run(self) -> None:
+        """Configures, and builds all targets at once."""
+        is_whole = not self.editable_mode
+        if not is_whole:
+            self.extensions = self.extensions[:1]
+        self.run_command("configure")
+        targets = [*EXTENSIONS, *LIBRARIES] if is_whole else EXTENSIONS[:1]
+        subprocess.run(["cmake", "--build", str(BUILD_DIR), "--target", *targets], check=True, env=ENVIRONMENT)
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Copies what was built; the libraries come with the last extension."""
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        for built in (target, *(target.with_name(f"lib{library}.so") for library in libraries)):
+        is_last = ext.name.endswith(EXTENSIONS[-1])
+        for built in (target, *(target.with_name(f"lib{library}.so") for library in LIBRARIES if is_last)):
             built.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
-            shutil.copy2(build_dir / built.name, built)
-        if "dflash_moe" in libraries:
+            shutil.copy2(BUILD_DIR / built.name, built)
+        if is_last:
             (target.parent / "include").mkdir(exist_ok=True)
             shutil.copy2(C_HEADER, target.parent / "include" / C_HEADER.name)
 
@@ -78,6 +99,6 @@ def readme() -> str:
 setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
-    ext_modules=[Extension(f"dflash_moe.{module}", sources=[]) for module in LIBRARIES],
-    cmdclass={"build_ext": CMakeBuild},
+    ext_modules=[Extension(f"dflash_moe.{module}", sources=[]) for module in EXTENSIONS],
+    cmdclass={"build_ext": CMakeBuild, "configure": Configure},
 )

@@ -45,6 +45,9 @@ _LAZY = {
     "offload": "dflash_moe.integrations.transformers",
 }
 
+# Extensions that nothing needs which runs a model: wheels have them, a build for the demo has not.
+_APART = {"_measure": "what measures kernels and links", "_simulation": "the simulator of failures"}
+
 __all__ = [
     "CheckpointError",
     "Chunk",
@@ -71,11 +74,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _APART:
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError:
+            text = f"{_APART[name]} (dflash_moe.{name}) is not built yet; `make` builds it, beside the core that is there"
+            raise UnsupportedError(text) from None
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

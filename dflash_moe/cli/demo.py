@@ -100,8 +100,8 @@ def print_places(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     typer.echo(
         f"Prefill of {tokens:,} tokens. Two workers compute the experts of every layer, the host the rest. stream sends slices "
         "of four\ntokens, batched all tokens of a layer at once, auto slices of the size that it measures to be quickest; bf16 "
-        f"halves the bytes. Times are medians of {ROUNDS} rounds; how much quicker one is than another is the median of the\n"
-        "rounds' ratios, because what disturbs a round disturbs all of it.\n"
+        f"halves the\nbytes. Times are medians of {ROUNDS} rounds; how much quicker one is than another is the median of the "
+        "rounds' ratios,\nbecause what disturbs a round disturbs all of it.\n"
     )
     for place, of_place in rows.items():
         typer.echo(place)
@@ -142,7 +142,7 @@ def _measure(host: HostModel, runtime: ExpertRuntime, assets: Path) -> list[Seri
         raise DflashError(f"prompt.txt gives {input_ids.shape[1]} tokens; the demo needs at least {MIN_PROMPT_TOKENS}")
     options.say(f"prefill of {input_ids.shape[1]:,} tokens from prompt.txt in every mode, {ROUNDS} rounds after a warm-up")
     series = [Series(mode, dtype) for dtype in DTYPES for mode in MODES]
-    # The engine learns from the steps of all modes whether halves pay, and the client from all calls
+    # The engine learns from the steps of all modes whether halves pay, the client from all calls
     # what slices cost. `auto` then has to have used both, as it has after a few chunks of any run.
     measure_round(host, runtime, input_ids, series, DECODE_TOKENS, keep=False)
     learning = [one for one in series if one.mode == "auto"]

@@ -21,7 +21,7 @@ import typer
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
 from dflash_moe.cli.simulated_members import SimulatedMembers
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
     from dflash_moe._simulation import Report
@@ -147,10 +147,8 @@ class Summary:
 
 def _simulate_one(seed: int, seconds: float) -> tuple[Report, float]:
     """Returns what a seed did, and the time of a processor that it took."""
-    try:
-        from dflash_moe import _simulation
-    except ImportError as error:
-        raise UnsupportedError(f"this installation has no simulator ({error}); a build from source has it") from None
+    from dflash_moe import _simulation
+
     began = time.thread_time()
     report = _simulation.simulate(seed, seconds, SimulatedMembers)
     return report, time.thread_time() - began

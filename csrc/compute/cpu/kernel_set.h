@@ -95,7 +95,8 @@ struct KernelSet {
   void (*canonicalize_nan)(float* values, size_t count);
 };
 
-// The sets of kernels/kernels_<group>.cc: one for each class that a group of instructions computes.
+// The sets of kernels/kernels_<group>.cc and kernels_int8_<group>.cc: one for each class that a
+// group of instructions computes.
 extern const KernelSet kScalarCanonical, kScalarInt8;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Canonical, kAvx2Int8;

@@ -44,9 +44,20 @@ def test_measuring_plugin_is_apart_from_the_one_that_computes() -> None:
 
 
 def test_package_runs_without_the_measuring_extension() -> None:
-    """`dflash_moe` and its command line import with `_measure` kept away."""
+    """`dflash_moe`, its command line and what the demo measures with import without extensions."""
     script = (
-        "import sys; sys.modules['dflash_moe._measure'] = None\n"
-        "import dflash_moe, dflash_moe.runtime, dflash_moe.workers.process, dflash_moe.cli.main\n"
+        "import sys; sys.modules.update({f'dflash_moe.{name}': None for name in ('_measure', '_simulation')})\n"
+        "import dflash_moe, dflash_moe.runtime, dflash_moe.workers.process, dflash_moe.cli.main, dflash_moe.bench.prefill\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("extension", "command"), [("_measure", "bench ipc"), ("_simulation", "simulate --seeds 1")])
+def test_command_that_needs_an_extension_which_is_not_built_says_what_builds_it(extension: str, command: str) -> None:
+    script = (
+        f"import sys; sys.modules['dflash_moe.{extension}'] = None\n"
+        f"from dflash_moe.cli.main import run; sys.exit(run({command.split()}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"(dflash_moe.{extension}) is not built yet; `make` builds it" in ended.stderr.splitlines()[-1]

@@ -128,7 +128,9 @@ def test_the_programs_of_the_documents_run(document: str, said: str) -> None:
     """What stands between the fences is given to a shell, byte by byte."""
     pytest.importorskip("transformers")
     (copied,) = (
-        block for block in re.findall(r"^ *```bash\n(.*?)^ *```$", DOCUMENTS[document], re.M | re.S) if "<<'END'" in block
+        block
+        for block in re.findall(r"^ *```bash\n(.*?)^ *```$", DOCUMENTS[document], re.MULTILINE | re.DOTALL)
+        if "<<'END'" in block
     )
     # This interpreter need not be the one that `make` installs.
     command = ["bash", "-e", "-c", copied.replace(".venv/bin/python", sys.executable)]
