@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long verify-all simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -119,6 +119,12 @@ test: core ggml-headers system-test ## C++ tests, then Python tests (without the
 test-long: core ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
 	@echo "==> exhaustive sweeps"
 	@$(BIN)/python -m pytest tests -m long -n 2 --dist worksteal
+
+# Ten minutes on two idle cores. FAMILIES=a,b takes these, MOST=n as many settings of each.
+verify-all: core ## every family with each odd setting of its configuration, against eager; table: build/campaign/odd_settings.json
+	@mkdir -p build/campaign
+	@$(BIN)/python bench/campaigns/odd_settings.py --out build/campaign/odd_settings.json $(if $(FAMILIES),--families $(FAMILIES)) \
+	  $(if $(MOST),--most $(MOST))
 
 # SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, which
 # must be found: one changed source is compiled for each, all else is linked from build/core.

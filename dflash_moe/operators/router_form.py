@@ -43,7 +43,8 @@ class RouterForm:
     @property
     def function(self) -> tuple[Any, ...]:
         """What forms that are one function have in common. A single chosen expert's weight,
-        normalised, is 1 whatever its score, and all scores rise with the logit.
+        normalised, is 1 whatever its score, and all scores rise with the logit. (Only its own form
+        fits a module with a sigmoid, which rounds to 1 for several experts at once.)
         """
         is_any_score = self.top_k == 1 and self.normalizes and not self.has_bias and self.num_groups == 1
         return astuple(replace(self, score="any") if is_any_score else self)

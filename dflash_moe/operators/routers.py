@@ -21,7 +21,7 @@ from dflash_moe import _core
 from dflash_moe.operators.addresses import dense, rows_of
 from dflash_moe.operators.bounds import EPSILON, chain_steps
 from dflash_moe.operators.linear import HostLinear, bias_source, memory_source
-from dflash_moe.operators.probes import NUM_EACH, SEED, probe_rows
+from dflash_moe.operators.probes import SEED, probe_rows
 from dflash_moe.operators.router_form import RouterForm
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
@@ -33,8 +33,6 @@ _AGREEMENT = 1e-5
 _FLOAT32_LOGIT = 8 * 2.0**-24
 # So much of the probe rows must have a choice that rounding cannot change.
 _CLEAR_SHARE = 0.25
-# The sigmoid of minus this is below all that modules add to a sum, and a float32 still has it.
-_LOW_LOGIT = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,21 +242,7 @@ def _probe(module: nn.Module, signature: RouterSignature, dtype: torch.dtype) ->
         gap = part * (rows * first).sum(-1) - (rows * second).sum(-1)
         step = gap / ((second - part * first) * way).sum(-1)
         found.append(rows + step[:, None] * way)
-    if signature.top_k == 1:
-        found.append(_rows_of_low_logits(module, signature))
     return torch.cat(found).to(dtype)
-
-
-def _rows_of_low_logits(module: nn.Module, signature: RouterSignature) -> torch.Tensor:
-    """Returns rows whose highest logit is so low that its sigmoid vanishes beside what is added to
-    a sum: there a weight that is normalised tells a sigmoid from other scores.
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    order = torch.rand(NUM_EACH, signature.num_experts, generator=generator, dtype=torch.float64).argsort(-1)
-    weight, bias = (None if value is None else value.detach().double() for value in _linear_of(module, signature))
-    assert weight is not None
-    wanted = -_LOW_LOGIT * (1.0 + order.double() / signature.num_experts)
-    return torch.linalg.lstsq(weight, (wanted if bias is None else wanted - bias).T, driver="gelsd").solution.T
 
 
 def _mixer_thresholds(module: nn.Module) -> list[float]:
