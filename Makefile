@@ -36,7 +36,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo parts test check asan tsan fuzz neon test-long pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo parts test check asan tsan fuzz neon test-long verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: parts ## everything, editable, in .venv: environment, C++ core, what measures and simulates, tools
 	@echo "ready: $(BIN)/dflash-moe"
@@ -131,6 +131,11 @@ test-long: parts ## the exhaustive sweeps: every family, every field of a config
 
 pythons: core ## what needs neither torch nor core, on every named Python that PATH, pyenv or uv has: a minute
 	@$(BIN)/python -m tests.checks.interpreters
+# Ten minutes on two idle cores. FAMILIES=a,b takes these, MOST=n as many settings of each.
+verify-all: core ## every family with each odd setting of its configuration, against eager; table: build/campaign/odd_settings.json
+	@mkdir -p build/campaign
+	@$(BIN)/python bench/campaigns/odd_settings.py --out build/campaign/odd_settings.json $(if $(FAMILIES),--families $(FAMILIES)) \
+	  $(if $(MOST),--most $(MOST))
 
 # SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, which
 # must be found: one changed source is compiled for each, all else is linked from build/core.

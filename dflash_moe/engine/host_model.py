@@ -214,7 +214,7 @@ def _pages(
     num_blocks = kv_blocks(kv_memory, block_bytes(shapes, stored_as), most=most)
     cache = PagedCache(pool, shapes, num_blocks, stored_as)
     pages = {
-        layer.module: LayerPages(cache, layer.index, _shape(layer).value_size, latent.get(layer.module))
+        layer.module: LayerPages(cache, layer.index, _shape(layer).value_size, layer.call.window, latent.get(layer.module))
         for layer in probe.layers
     }
     for name, found in pages.items():

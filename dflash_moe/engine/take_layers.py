@@ -104,6 +104,7 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
     """Puts host layers in the place of a model's decoder layers where they fit, and has the forward
     pass loop over them where that gives the bits of the model's own.
     """
+    _drop_unasked_tables(packed)
     reason = _why_not_one_table(packed)
     if reason:
         report.findings.append(Finding("", report.class_name, reason=f"layers: {reason}"))
@@ -134,6 +135,15 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
         setattr(model.get_submodule(parent), child, found)
     if len(layers) == len(probe.layers):
         _loop(packed, [found for _, _, _, found in layers], buffers)
+
+
+def _drop_unasked_tables(packed: PackedForward) -> None:
+    """Forgets rotary modules that a pass over tokens does not ask, such as those of parts that
+    see.
+    """
+    if len(packed.rotary) > 1:
+        _probe_logits(packed)
+        packed.rotary = [tables for tables in packed.rotary if tables.was_asked]
 
 
 def _why_not_one_table(packed: PackedForward) -> str:

@@ -58,7 +58,7 @@ def page_torch_model(
     cache = _allocate(model, layers, kv_memory, kv_dtype, most)
     for layer in layers:
         module = model.get_submodule(layer.module)
-        attach(module, GatheredLayer(cache, layer.index, _expanded(module, layer)[1], layer.is_latent))
+        attach(module, GatheredLayer(cache, layer.index, _expanded(module, layer)[1], layer.call.window, layer.is_latent))
     set_implementation(model, IMPLEMENTATION)
     report.gather_bytes = cache.gather_bytes
     report.not_independent = "torch's operators compute, of which bit equality in company is not claimed"

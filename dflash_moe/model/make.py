@@ -10,6 +10,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ MAX_SEED = (1 << 63) - 1
 
 # Configurations keep one thing under several names. All that a configuration has are set.
 _EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+_TOWER_WIDTH = 64
+_TOWER_LAYERS = ("num_hidden_layers", "depth", "encoder_layers", "num_layers")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token")
 
 # An expert may get this many times more or fewer tokens than its share, beyond what chance
@@ -120,13 +123,15 @@ def make_checkpoint(options: MakeOptions, directory: Path) -> Made:
     return Made(directory, type(model).__name__, sum(p.numel() for p in model.parameters()), least, most)
 
 
-def build_model(options: MakeOptions) -> Any:
-    """Builds the model with random weights, in eval mode with its own eager experts."""
+def build_model(options: MakeOptions, fields: Mapping[str, Any] | None = None) -> Any:
+    """Builds the model with random weights, in eval mode with its own eager experts. `fields` are
+    those of `build_config`.
+    """
     import torch
 
     from dflash_moe.model.architecture import find_model_class
 
-    config = build_config(options)
+    config = build_config(options, fields)
     model_class = find_model_class(config)
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
     what = f"{model_class.__name__}: cannot be built with these sizes"
@@ -153,9 +158,10 @@ def _check_memory(model: Any, item_bytes: int) -> None:
         )
 
 
-def build_config(options: MakeOptions) -> Any:
-    """Builds the configuration of the architecture with the wanted sizes. Raises ConfigError for an
-    architecture that transformers lacks.
+def build_config(options: MakeOptions, fields: Mapping[str, Any] | None = None) -> Any:
+    """Builds the configuration of the architecture with the wanted sizes. `fields` are further ones
+    of its language model, and win over sizes. Raises ConfigError for an architecture that
+    transformers lacks.
     """
     from transformers import CONFIG_MAPPING
 
@@ -169,14 +175,36 @@ def build_config(options: MakeOptions) -> Any:
         config_class = CONFIG_MAPPING[options.arch]
         default = config_class()
         text = default.get_text_config()
-    sizes = _sizes(text, options)
+    sizes = _sizes(text, options) | dict(fields or {})
     if text is not default:
         key = next((name for name in default.sub_configs if getattr(default, name, None) is text), None)
         if key is None:
             raise UnsupportedError(f"{config_class.__name__}: its language model is too deep inside for sizes to be set")
-        sizes = {key: {**sizes, "model_type": text.model_type}}
+        sizes = {key: {**sizes, "model_type": text.model_type}, **_towers(default, key, options)}
     with refusing(f"{config_class.__name__}: does not take the sizes asked for"):
         return config_class(**sizes)
+
+
+def _towers(default: Any, key: str, options: MakeOptions) -> dict[str, Any]:
+    """Returns settings by which the parts of a model beside its language model, at `key`, such as
+    those that see, have one narrow layer each: no text reaches them, and they would be most of the
+    model.
+    """
+    wanted = {
+        **dict.fromkeys(_TOWER_LAYERS, 1),
+        **dict.fromkeys(("hidden_size", "intermediate_size"), _TOWER_WIDTH),
+        **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads"), 4),
+        # What they hand over is as wide as the language model.
+        **dict.fromkeys(("out_hidden_size", "text_hidden_size"), options.hidden_size),
+        "deepstack_visual_indexes": [0],
+    }
+    found: dict[str, Any] = {}
+    for name in default.sub_configs:
+        part = getattr(default, name, None)
+        if name != key and part is not None:
+            sizes = {field: value for field, value in wanted.items() if getattr(part, field, 0)}
+            found[name] = {"model_type": part.model_type, **sizes, **_towers(part, "", options)}
+    return found
 
 
 def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
@@ -193,6 +221,7 @@ def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, num_heads // 2) if is_grouped else num_heads,
         "vocab_size": VOCAB_SIZE,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
         "bos_token_id": END_OF_TEXT_ID,
         "eos_token_id": END_OF_TEXT_ID,
         "pad_token_id": END_OF_TEXT_ID,

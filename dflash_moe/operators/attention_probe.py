@@ -34,7 +34,8 @@ _QUERIES = (0, 1, 100, 5_000, 100_000, 1_000_000)
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """What an attention module tells the interface beside its tensors: query heads, the scale of
-    products, the window and soft cap (0 for none), and sinks [num_heads] or None.
+    products, the window and soft cap (0 for none), and sinks [num_heads] or None. A window that
+    only the mask has counts as told.
     """
 
     num_heads: int
@@ -78,17 +79,27 @@ class AttentionProbe:
 
 class _Mask:
     """Stands in for a mask that a model makes: which keys each query sees, by position. Pages make
-    no mask, so that one must say what the attention's arguments say.
+    no mask, so that one must be a window, and the one that the attention's arguments tell of, if
+    they tell of any.
     """
 
     def __init__(self, sees: Callable[..., torch.Tensor]) -> None:
         self._sees = sees
 
-    def check(self, module: nn.Module, window: int, max_positions: int, device: torch.device) -> None:
-        """Raises UnsupportedError where a query sees other keys than the last `window` up to its
-        own, 0 meaning all.
+    def window(self, module: nn.Module, told: int, max_positions: int, device: torch.device) -> int:
+        """Returns how many keys up to its own a query sees, 0 meaning all. Raises UnsupportedError
+        where that is not so for each query, or is not `told`, unless that is 0.
         """
         last = max(0, max_positions - 1) if max_positions else _QUERIES[-1]
+        window = told or self._keys_seen_by(last, device)
+        self._check(module, window if window <= last else 0, told, last, device)
+        return window if window <= last else 0
+
+    def _keys_seen_by(self, query: int, device: torch.device) -> int:
+        zero, keys = torch.tensor(0, device=device), torch.arange(query + 1, device=device)
+        return int(self._sees(zero, zero, torch.full_like(keys, query), keys).expand_as(keys).sum())
+
+    def _check(self, module: nn.Module, window: int, told: int, last: int, device: torch.device) -> None:
         zero = torch.tensor(0, device=device)
         for query in sorted({min(place, last) for place in (*_QUERIES, last)}):
             steps = {0, 1, 2, query, window - 1, window, window + 1, *(1 << bit for bit in range(21))}
@@ -98,7 +109,7 @@ class _Mask:
             found = self._sees(zero, zero, torch.full_like(keys, query), keys).expand_as(keys)
             if not torch.equal(found.bool(), expected):
                 place = int(keys[int((found.bool() != expected).nonzero()[0])])
-                said = f"sliding_window {window}" if window else "no window"
+                said = f"sliding_window {told}" if told else "no window"
                 raise UnsupportedError(
                     f"{type(module).__name__}: its attention is told {said}, and its mask says otherwise for the query at "
                     f"{query} and the key at {place}"
@@ -261,12 +272,13 @@ def _look(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Notes the call and returns zeros of the right shape."""
     cache = module.__dict__[_PROBE]
+    window = int(sliding_window or 0)
     if isinstance(attention_mask, _Mask):
-        attention_mask.check(module, int(sliding_window or 0), cache.max_positions, query.device)
+        window = attention_mask.window(module, window, cache.max_positions, query.device)
         attention_mask = None
     check_arguments(module, attention_mask, others)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    call = AttentionCall(query.shape[1], scale, int(sliding_window or 0), float(softcap or 0.0), s_aux)
+    call = AttentionCall(query.shape[1], scale, window, float(softcap or 0.0), s_aux)
     cache.attended.append((module, int(getattr(module, "layer_idx", -1)), call))
     return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1])), None
 

@@ -58,6 +58,8 @@ class GatheredLayer:
     pages: GatheredPages
     index: int
     value_size: int
+    # How many keys a query sees up to its own, 0 for all.
+    window: int
     is_latent: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatheredLayer:
@@ -123,11 +125,11 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention for queries [1, num_heads, num_rows, head_dim] over pages, to which the
     cache has appended the rows' keys and values already. Returns [1, num_rows, num_heads,
-    value_size].
+    value_size]. The window is that of the pages: a module may leave it to a mask.
 
     Raises UnsupportedError naming a keyword that it does not compute.
     """
-    del key, value
+    del key, value, sliding_window
     check_arguments(module, attention_mask, others)
     layer = layer_of(module)
     if layer is None:
@@ -136,7 +138,7 @@ def attention_forward(
     rows = query[0].transpose(0, 1)
     out = query.new_empty((num_rows, num_heads, layer.value_size))
     scores = _Scores(float(head_dim**-0.5 if scaling is None else scaling), float(softcap or 0.0), s_aux)
-    for group in layer.pages.groups(int(sliding_window or 0)):
+    for group in layer.pages.groups(layer.window):
         keys, values = layer.read(module, group, query.dtype)
         batch = rows[group.rows].unflatten(0, (group.num_sequences, group.num_rows))
         out[group.rows] = _attend(batch, keys, values, group, scores).flatten(0, 1)

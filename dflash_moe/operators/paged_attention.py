@@ -140,14 +140,17 @@ class LatentHeads:
 
 
 class LayerPages:
-    """Where one attention module finds its pages, and its latent heads where it has them."""
+    """Where one attention module finds its pages, the window of keys that it reads (0 for all), and
+    its latent heads where it has them.
+    """
 
-    __slots__ = ("_sinks", "index", "latent", "pages", "value_size")
+    __slots__ = ("_sinks", "index", "latent", "pages", "value_size", "window")
 
-    def __init__(self, pages: Pages, index: int, value_size: int, latent: LatentHeads | None) -> None:
+    def __init__(self, pages: Pages, index: int, value_size: int, window: int, latent: LatentHeads | None) -> None:
         self.pages = pages
         self.index = index
         self.value_size = value_size
+        self.window = window
         self.latent = latent
         # The sinks as float32, by the tensor that they were given as.
         self._sinks: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -200,11 +203,11 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention for queries [1, num_heads, num_rows, head_dim] over pages, to which the
     cache has appended the rows' keys and values already. Returns [1, num_rows, num_heads,
-    value_size].
+    value_size]. The window is that of the pages: a module may leave it to a mask.
 
     Raises UnsupportedError naming a keyword that it does not compute.
     """
-    del key, value
+    del key, value, sliding_window
     check_arguments(module, attention_mask, others)
     found = module.__dict__.get(_PAGES)
     if found is None:
@@ -224,7 +227,7 @@ def attention_forward(
     _core.paged_attention(
         found.pages.pool, kv_layer, step.plan, rows.data_ptr(), rows.stride(0) * rows.element_size(),
         DTYPE_NAMES[rows.dtype], num_heads, out.data_ptr(), out.stride(0) * out.element_size(), DTYPE_NAMES[out.dtype],
-        scale=float(scale), window=int(sliding_window or 0), softcap=float(softcap or 0.0),
+        scale=float(scale), window=found.window, softcap=float(softcap or 0.0),
         sinks_address=found.sinks_address(s_aux),
     )  # fmt: skip
     if latent is not None:

@@ -58,9 +58,9 @@ def kv_bytes(model: nn.Module, context: int) -> int:
         if isinstance(part, GroupedAttention | LatentAttention):
             total += _layer_bytes(part.pages, context, part.call.window)
         elif isinstance(part, nn.Module) and (pages := pages_of(part)) is not None:
-            total += _layer_bytes(pages, context, _window_of(part))
+            total += _layer_bytes(pages, context, pages.window)
         elif isinstance(part, nn.Module) and (layer := layer_of(part)) is not None:
-            total += min(context, _window_of(part) or context) * layer.pages.token_bytes(layer.index)
+            total += min(context, layer.window or context) * layer.pages.token_bytes(layer.index)
     return total
 
 
@@ -95,10 +95,6 @@ def _is_parts(value: Any) -> bool:
 def _layer_bytes(pages: LayerPages, context: int, window: int) -> int:
     layer = pages.pages.layer(pages.index)
     return min(context, window or context) * (layer.num_bytes // (layer.num_blocks * BLOCK_TOKENS))
-
-
-def _window_of(module: nn.Module) -> int:
-    return int(getattr(module, "sliding_window", None) or 0)
 
 
 def _row_bytes(module: Any) -> int:

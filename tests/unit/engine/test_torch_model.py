@@ -73,7 +73,7 @@ def test_a_step_mixes_no_devices_and_waits_for_no_value(monkeypatch, arch):
     from dflash_moe.model.architecture import find_experts
 
     monkeypatch.setattr(RotaryTables, "_looks_at_others", lambda _tables: False)
-    monkeypatch.setattr(attention_probe._Mask, "check", lambda *_arguments: None)
+    monkeypatch.setattr(attention_probe._Mask, "window", lambda _mask, _module, told, *_arguments: told)
     monkeypatch.setattr(torch_model, "_free_bytes", lambda _device: FREE)
     config = build_config(tiny_options(arch))
     with torch.device("meta"):

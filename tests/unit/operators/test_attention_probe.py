@@ -6,10 +6,12 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from transformers.masking_utils import create_chunked_causal_mask
 
 from dflash_moe import _core
 from dflash_moe.model.make import build_model
@@ -38,11 +40,36 @@ def test_a_window_that_attention_is_told_of_is_paged():
 
 
 @pytest.mark.parametrize("window", [1, 21, 4096])
-def test_a_window_that_only_the_mask_has_is_refused(window):
+def test_a_window_that_only_the_mask_has_is_the_window(window):
     model = build_model(tiny_options("phimoe"))
-    assert not probe_attention(model).refusal
+    assert [layer.call.window for layer in probe_attention(model).layers] == [0, 0]
     model.config.sliding_window = window
+    found = probe_attention(model)
+    assert not found.refusal
+    assert [layer.call.window for layer in found.layers] == [window, window]
+
+
+def test_layers_of_one_model_may_have_windows_in_masks_of_their_own():
+    model = build_model(tiny_options("qwen2_moe"), {"use_sliding_window": True, "sliding_window": 21})
+    found = probe_attention(model)
+    assert not found.refusal
+    assert [layer.call.window for layer in found.layers] == [21, 0]
+
+
+def test_a_mask_that_is_no_window_is_refused(monkeypatch):
+    model = build_model(tiny_options("phimoe"), {"sliding_window": 21})
+    model.config.attention_chunk_size = 21
+    monkeypatch.setattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask", create_chunked_causal_mask)
     assert "PhimoeAttention: its attention is told no window, and its mask says otherwise" in probe_attention(model).refusal
+
+
+def test_a_window_other_than_the_masks_is_refused():
+    model = build_model(tiny_options("gpt_oss"))
+    model.model.layers[0].self_attn.sliding_window = 64
+    assert (
+        "GptOssAttention: its attention is told sliding_window 64, and its mask says otherwise"
+        in probe_attention(model).refusal
+    )
 
 
 def test_a_window_as_long_as_all_positions_is_no_window():

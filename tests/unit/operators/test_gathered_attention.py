@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +66,7 @@ def begun(counts: list[tuple[int, int]], dtype: torch.dtype = torch.float32, see
     for pages in (cache.layer(0).keys, cache.layer(0).values):
         pages.fill_(torch.nan)
     module = nn.Module()
-    attach(module, GatheredLayer(cache, 0, VALUE_SIZE, is_latent=False))
+    attach(module, GatheredLayer(cache, 0, VALUE_SIZE, window=0, is_latent=False))
     sequences = [SequenceBlocks(pool) for _ in counts]
     keys = [normal(first + count, NUM_KV_HEADS, KEY_SIZE) for first, count in counts]
     values = [normal(first + count, NUM_KV_HEADS, VALUE_SIZE) for first, count in counts]
@@ -111,6 +111,8 @@ def dense(step: Step, form: dict[str, Any]) -> torch.Tensor:
 
 
 def attended(step: Step, form: dict[str, Any]) -> torch.Tensor:
+    if (layer := layer_of(step.module)) is not None:
+        attach(step.module, replace(layer, window=form.get("sliding_window") or 0))
     with torch.inference_mode():
         out, _ = attention_forward(step.module, step.queries, step.queries, step.queries, **form)
     return out[0]

@@ -44,6 +44,15 @@ def forms(report, operator: str) -> set[str]:
     return {finding.form for finding in report.taken if finding.operator == operator}
 
 
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_router_that_chooses_one_expert_gets_its_form(arch, dtype):
+    model = build_model(replace(tiny_options(arch, dtype), top_k=1), {"norm_topk_prob": True} if arch == "qwen3_moe" else None)
+    report = take_over(model, POOL, "f32-canonical")
+    assert forms(report, "router") == {"softmax, top 1, normalised"}
+    assert not report.kept
+
+
 @pytest.mark.parametrize("arch", REQUIRED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_module_gets_the_one_form_that_it_has(arch, dtype):

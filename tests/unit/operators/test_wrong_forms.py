@@ -23,7 +23,8 @@ from dflash_moe.operators.linear import HostLinear, memory_source
 from dflash_moe.operators.norms import HostNorm, NormForm
 from dflash_moe.operators.paged_attention import LatentHeads
 from dflash_moe.operators.report import TakeoverReport
-from dflash_moe.operators.routers import HostRouter, RouterForm, find_form, find_signature, router_excess
+from dflash_moe.operators.router_form import RouterForm
+from dflash_moe.operators.routers import HostRouter, find_form, find_signature, router_excess
 from dflash_moe.operators.takeover import take_over
 from dflash_moe.testing.families import tiny_options
 
@@ -250,10 +251,27 @@ def test_forms_that_fit_equally_are_refused(monkeypatch):
     module = router_of("qwen3_moe", "f32")
     signature = find_signature(module, 8, 96)
     right = RouterForm(8, 2, "softmax", normalizes=False)
-    monkeypatch.setattr(routers, "_candidates", lambda *_arguments, **_options: [right, right])
+    near = replace(right, scale=1.0 + 1e-9)
+    monkeypatch.setattr(routers, "_candidates", lambda *_arguments, **_options: [right, near])
     form, reason = find_form(module, signature)
     assert form is None
     assert "2 forms" in reason
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_a_sigmoid_of_one_expert_is_told_from_scores_that_never_tie(dtype, monkeypatch):
+    module = router_of("qwen3_moe", dtype)
+
+    def one_of(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = torch.nn.functional.linear(hidden_states.float(), self.weight.float())
+        weights, ids = logits.sigmoid().topk(1, dim=-1)
+        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
+
+    monkeypatch.setattr(type(module), "forward", one_of)
+    signature = find_signature(module, 8, 96)
+    form, reason = find_form(module, signature)
+    assert str(form) == "sigmoid, top 1, normalised", reason
+    assert router_excess(HostRouter(POOL, form, signature, module), module) <= 1.0
 
 
 # -- latent heads --------------------------------------------------------------------------------
