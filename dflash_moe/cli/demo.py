@@ -114,7 +114,7 @@ def print_places(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
             table.add_row(row["mode"], row["dtype"], *speeds, *sizes, f"{quicker:.2f}x")
         options.show(table)
         judged = (f"{one['median_ratio']:.2f}x {one['better_fixed']} ({one['dtype']})" for one in summarise(of_place))
-        typer.echo(f"auto against the better fixed mode: {', '.join(judged)}\n")
+        typer.echo(f"Beside the better fixed mode, auto is as quick as this: {', '.join(judged)}\n")
 
 
 def _complete(host: HostModel, directory: Path) -> None:

@@ -23,5 +23,5 @@ def test_quicker_is_the_median_of_the_rounds_ratios(capsys):
     shown = capsys.readouterr().out
     (line,) = [line for line in shown.splitlines() if line.startswith("auto     f32")]
     assert line.split()[-1] == "4.00x"
-    assert "auto against the better fixed mode: 2.00x batched (f32)" in shown
+    assert "Beside the better fixed mode, auto is as quick as this: 2.00x batched (f32)" in shown
     assert "2.000" in line, "the median of the times stands beside it"
