@@ -135,6 +135,7 @@ def tables(change: Callable[[Any], Any]) -> Patch:
 
     def apply(_opened: Opened, patch: pytest.MonkeyPatch) -> None:
         right = RotaryTables.begin
+
         def begin(self: Any, step: Any, *others: Any) -> None:
             right(self, [change(*entry) for entry in step], *others)
 
