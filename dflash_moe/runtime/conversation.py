@@ -155,10 +155,12 @@ class Conversation:
                     self._discard(message)
 
     def _ask(self, turn: Turn, message: Message, descriptors: Sequence[int]) -> None:
-        while self._num_unanswered:
-            self._discard(self._receive(turn))
+        # A worker that waits for the connection of a path learns by the next question that nobody
+        # dials any more, and answers the former one then.
         self._send(turn, message, descriptors)
         self._num_unanswered += 1
+        while self._num_unanswered > 1:
+            self._discard(self._receive(turn))
 
     def _discard(self, stale: Message) -> None:
         """Throws away an answer to an earlier question that came after its deadline, and closes the

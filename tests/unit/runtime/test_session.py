@@ -16,16 +16,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import authenticate_host
+from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, local_identity
 from dflash_moe.protocol.messages import (
+    Attach,
+    Attached,
     Checksum,
     ChecksumRequest,
     ComputeRow,
     Hello,
     HelloReply,
+    Listening,
     LoadShard,
     Progress,
     RowComputed,
@@ -39,6 +44,7 @@ from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology.addresses import Address
 
 KEY = b"k" * 32
+SLOTS = _core.SlotPlan(num_slots=2, rows=16, request_bytes=4096, reply_bytes=4096)
 WAIT_S = 30.0
 OURS = local_identity("w0", "model")
 HELLO_REPLY = HelloReply(
@@ -290,6 +296,32 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(worker: tupl
 
     puppet.does(answer_both)
     assert session.ask_stats(timeout_s=WAIT_S) == {"calls": 2}
+
+
+def test_a_question_is_asked_also_while_the_former_one_has_no_answer(worker: tuple[HostSession, Puppet]) -> None:
+    """A worker waits for the connections of a path until the next question comes."""
+    session, puppet = worker
+
+    def act() -> None:
+        assert isinstance(puppet.takes(), Attach)
+        puppet.says(Listening(port=1))
+        assert isinstance(puppet.takes(), StatsRequest)
+        puppet.says(to_refusal(WorkerTimeout("nobody dialled")))
+        puppet.says(Stats(counters={"calls": 7}))
+
+    puppet.does(act)
+
+    def attach() -> None:
+        with session._turn("attach", WAIT_S, "a limit") as turn:
+            turn.on(Listening, refuse_to_dial)
+            turn.ask(session.wish(SLOTS, "tcp", 1), Attached)
+
+    pytest.raises(DflashError, attach).match("no descriptor left")
+    assert session.ask_stats(timeout_s=WAIT_S) == {"calls": 7}
+
+
+def refuse_to_dial(_listening: Listening) -> None:
+    raise DflashError("no descriptor left", code="system")
 
 
 def test_another_shard_than_the_one_asked_for_is_named(worker: tuple[HostSession, Puppet]) -> None:
