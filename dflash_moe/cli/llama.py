@@ -137,7 +137,7 @@ def _run(
         json_out.unlink()
     with ended_by_signals(), ExitStack() as closing:
         closing.callback(placed.fleet.close)
-        with loading_shown() as on_loading:
+        with loading_shown(then="") as on_loading:
             placed.start(on_loading)
         arguments, environ = add_ours(
             command[1:],
