@@ -7,9 +7,11 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,7 @@ import typer
 
 from dflash_moe.cli import generate_report, help_page, options, sampling_options
 from dflash_moe.cli.live_text import Rate, Write, live_text
-from dflash_moe.cli.loading import loading_shown
+from dflash_moe.cli.loading import doing_shown, loading_shown
 from dflash_moe.cli.prompt_files import GivenPrompt, GivenPrompts, given_prompts
 from dflash_moe.cli.sampling_options import sampling_params
 from dflash_moe.errors import ConfigError, DflashError
@@ -75,6 +77,7 @@ def generate(
             rich_help_panel=help_page.MORE,
         ),
     ] = None,
+    verbose: options.VerboseOption = False,
     **overrides: Any,
 ) -> None:
     """Complete a prompt, or several from a file of JSON lines. Without a topology
@@ -93,16 +96,18 @@ def generate(
     if receipt is not None:
         given = _for_receipt(given, receipt)
     directory = options.model_directory(model)
-    from dflash_moe.engine.llm import LLM
-    from dflash_moe.integrations.tokenizer import load_tokenizer
+    with doing_shown(f"reading {directory.name}"):
+        from dflash_moe.engine.llm import LLM
+        from dflash_moe.integrations.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory)
+    placed = options.topology_for(topology, directory, overrides)
     token_ids = [_token_ids(one, tokenizer) for one in given.prompts]
     _check_lengths(directory, given, token_ids)
     with loading_shown() as on_loading:
         llm = LLM(
             directory,
-            options.topology_for(topology, directory, overrides),
+            placed,
             tokenizer=tokenizer,
             on_loading=on_loading,
             **overrides,
@@ -110,10 +115,11 @@ def generate(
     with llm:
         if llm.host.report.not_paged:
             options.say(f"one sequence at a time, with the model's own cache: {llm.host.report.not_paged}")
+        complete = functools.partial(_complete, llm, given, token_ids, json_out, is_verbose=verbose)
         if receipt is None:
-            _complete(llm, given, token_ids, json_out)
+            complete()
         else:
-            _complete_with_receipt(llm, given, token_ids, json_out, (receipt, model))
+            _complete_with_receipt(llm, given, token_ids, complete, (receipt, model))
 
 
 def _for_receipt(given: GivenPrompts, path: Path) -> GivenPrompts:
@@ -130,16 +136,20 @@ def _for_receipt(given: GivenPrompts, path: Path) -> GivenPrompts:
 
 
 def _complete_with_receipt(
-    llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_out: Path | None, target: tuple[Path, str]
+    llm: LLM,
+    given: GivenPrompts,
+    token_ids: list[list[int]],
+    complete: Callable[[], list[list[Completion]]],
+    target: tuple[Path, str],
 ) -> None:
-    """Completes the prompt and writes its receipt. `target` is where to, and what the model was
+    """Has the prompt completed and writes its receipt. `target` is where to, and what the model was
     called.
     """
     from dflash_moe.engine.receipt_record import digests_kept, make_receipt
 
     params = given.prompts[0].params
     with digests_kept(llm, params.seed or 0) as digests:
-        outcomes = _complete(llm, given, token_ids, json_out)
+        outcomes = complete()
     completion = outcomes[0][0]
     if not completion.token_ids:
         raise DflashError("--receipt: no token was generated, so that there is nothing to prove; the receipt was not written")
@@ -193,7 +203,9 @@ class _Progress:
         return f"{said}, {self.num_done} of {self._num_prompts} prompts done, {stats['running']} running"
 
 
-def _complete(llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_out: Path | None) -> list[list[Completion]]:
+def _complete(
+    llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_out: Path | None, *, is_verbose: bool
+) -> list[list[Completion]]:
     """Completes all prompts, writes what comes of them and says how fast it was. Returns the
     choices of each. Raises the error of the first that failed, once the others have ended.
     """
@@ -223,7 +235,7 @@ def _complete(llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_ou
     elif json_out is not None and found:
         options.write_json(json_out, generate_report.report_of_one(found[0], chunks, stats))
     if found:
-        options.say(generate_report.summary(found, len(given.prompts), seconds, stats))
+        options.say(generate_report.summary(found, len(given.prompts), seconds, stats, is_verbose=is_verbose))
     _raise_first(given, outcomes)
     return [outcome for outcome in outcomes if not isinstance(outcome, DflashError)]
 

@@ -18,6 +18,8 @@ from dflash_moe.errors import DflashError
 if TYPE_CHECKING:
     from dflash_moe.engine.text import Chunk, Completion
 
+# The transport of a worker that is no process of its own.
+INSIDE = "loopback"
 COUNTS = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
 # How the engine names a request; here a prompt has its place, or is the only one.
 _REQUEST = re.compile(r"^request \d+( choice \d+)?: ")
@@ -90,8 +92,12 @@ def counts(stats: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(stats["totals"][name]) for name in COUNTS}
 
 
-def summary(found: Sequence[Completion], num_prompts: int, seconds: float, stats: Mapping[str, Any]) -> str:
-    """Returns the sentence that ends a run of `seconds`: tokens, speed and what was moved."""
+def summary(
+    found: Sequence[Completion], num_prompts: int, seconds: float, stats: Mapping[str, Any], *, is_verbose: bool = False
+) -> str:
+    """Returns the sentence that ends a run of `seconds`: tokens, speed and where experts were
+    computed.
+    """
     num_tokens = sum(len(one.token_ids) for one in found)
     times = [one.ttft_s for one in found if one.ttft_s is not None]
     tokens = f"{num_tokens} token{'s' * (num_tokens != 1)}"
@@ -103,13 +109,16 @@ def summary(found: Sequence[Completion], num_prompts: int, seconds: float, stats
         speed = f"{tokens}{of}, {num_tokens / seconds:.1f} tokens/s"
     if times:
         speed += f", time to first token {statistics.median(times):.3f} s{' (median)' if len(times) > 1 else ''}"
-    return f"{speed}; {carried(stats)}"
+    return f"{speed}; {carried(stats, is_verbose=is_verbose)}"
 
 
-def carried(stats: Mapping[str, Any]) -> str:
+def carried(stats: Mapping[str, Any], *, is_verbose: bool = False) -> str:
     """Returns how many workers computed experts, how they were reached and what was moved. The host
-    is none of them, and neither is what stands in for a lost worker there (host:NAME).
+    is none of them, and neither is what stands in for a lost worker there (host:NAME). Where all was
+    computed in this process, it says that alone, unless somebody asks for the rest.
     """
+    if not is_verbose and all(worker["transport"] == INSIDE for worker in stats["workers"].values()):
+        return "all experts computed in this process"
     workers = {name: one["transport"] for name, one in stats["workers"].items() if name.partition(":")[0] != "host"}
     over = f" over {', '.join(sorted(set(workers.values())))}" if workers else ""
     moved, floor = stats["totals"]["request_bytes"] + stats["totals"]["reply_bytes"], stats["totals"]["floor_bytes"]

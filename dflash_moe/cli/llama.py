@@ -138,7 +138,7 @@ def _run(
         json_out.unlink()
     with exit_by_signals(ENDING), ExitStack() as closing:
         closing.callback(placed.fleet.close)
-        with loading_shown() as on_loading:
+        with loading_shown(then="") as on_loading:
             placed.start(on_loading)
         arguments, environ = add_ours(
             command[1:],

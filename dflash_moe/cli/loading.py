@@ -6,11 +6,12 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.cli import options
@@ -26,6 +27,29 @@ LINE_EVERY_S = 2.0
 SILENT_S = 0.5
 # A thread that shows something ends within milliseconds; nobody waits longer for it.
 PATIENCE_S = 2.0
+# The names of holders whose loaded weights are compared end so.
+COMPARING = "(comparing)"
+
+
+class Loaded:
+    """What the holders of experts have loaded, in bytes. Several threads report. Holders whose name
+    ends with COMPARING have loaded all, and read it again.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, holder: str, count: int, total: int) -> tuple[str, int, int]:
+        """`holder` has done `count` of `total` bytes. Returns what is being done, and the bytes of
+        all who do it.
+        """
+        is_comparing = holder.endswith(COMPARING)
+        with self._lock:
+            self._counts[holder] = (count, total)
+            alike = [one for name, one in self._counts.items() if name.endswith(COMPARING) == is_comparing]
+        doing = "comparing experts" if is_comparing else "loading experts"
+        return doing, sum(count for count, _ in alike), sum(total for _, total in alike)
 
 
 class Lines:
@@ -34,22 +58,20 @@ class Lines:
     def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
-        self._last = clock()
-        self._counts: dict[str, tuple[int, int]] = {}
-        self._lock = threading.Lock()
+        self._began = self._last = clock()
+        self._loaded = Loaded()
+        self.is_done = False
 
     def report(self, holder: str, count: int, total: int) -> None:
         """`holder` has loaded `count` of `total` bytes."""
+        doing, done, whole = self._loaded.add(holder, count, total)
+        self.is_done = done == whole
         now = self._clock()
-        with self._lock:
-            self._counts[holder] = (count, total)
-            if now - self._last < LINE_EVERY_S:
-                return
-            self._last = now
-            shown = ", ".join(
-                f"{name} {format_bytes(done)} of {format_bytes(whole)}" for name, (done, whole) in self._counts.items()
-            )
-        self._say(f"loading experts: {shown}")
+        if now - self._last < LINE_EVERY_S:
+            return
+        self._last = now
+        left = f", about {(now - self._began) * (whole - done) / done:.0f} s left" if done else ""
+        self._say(f"{doing}: {format_bytes(done)} of {format_bytes(whole)}{left}")
 
 
 class LatestLine:
@@ -84,41 +106,25 @@ class CopyLine:
             self._say(f"copying: {count:,} of {total:,} {unit}")
 
 
-class LoadingBar:
-    """One bar for the experts of all holders, in bytes. Once they are loaded it says what comes
-    then.
-    """
-
-    def __init__(self, progress: Any) -> None:
-        self._progress = progress
-        self._task = progress.add_task("starting workers", total=None)
-        self._counts: dict[str, tuple[int, int]] = {}
-        self._lock = threading.Lock()
-
-    def report(self, holder: str, count: int, total: int) -> None:
-        """`holder` has loaded `count` of `total` bytes. Several threads report."""
-        with self._lock:
-            self._counts[holder] = (count, total)
-            done, whole = (sum(column) for column in zip(*self._counts.values(), strict=True))
-            doing = "loading experts" if done < whole else "preparing the model around the experts"
-            self._progress.update(self._task, description=doing, completed=done, total=whole)
-
-
 class Bars:
-    """A bar for each layer, file or holder, shown from its first report to its last."""
+    """One bar for each thing that is done, shown from its first report to its last."""
 
-    def __init__(self, progress: Any, doing: str) -> None:
+    def __init__(self, progress: Any, doing: str = "comparing") -> None:
         self._progress = progress
         self._doing = doing
         self._tasks: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def report(self, layer: str, count: int, total: int) -> None:
-        """`count` of the `total` experts, or MiB, of a layer or file are done."""
+    def report(self, name: str, count: int, total: int) -> None:
+        """`count` of `total` are done of what `name` is."""
+        self.update(f"{self._doing} {name}", count, total)
+
+    def update(self, text: str, count: int, total: int) -> None:
+        """The bar called `text` has got so far."""
         with self._lock:
-            if layer not in self._tasks:
-                self._tasks[layer] = self._progress.add_task(f"{self._doing} {layer}", total=total)
-            self._progress.update(self._tasks[layer], completed=count, visible=count < total)
+            if text not in self._tasks:
+                self._tasks[text] = self._progress.add_task(text, total=total)
+            self._progress.update(self._tasks[text], completed=count, total=total, visible=count < total)
 
 
 @contextmanager
@@ -150,18 +156,49 @@ def doing_shown(what: str, say: Callable[[str], None] = options.say) -> Iterator
 
 
 @contextmanager
-def loading_shown() -> Iterator[LoadingReport]:
-    """Gives the block what `ExpertRuntime.start` takes as `on_loading`. The bar vanishes at the
-    block's end.
+def loading_shown(then: str = "loading attention and all but experts") -> Iterator[LoadingReport]:
+    """Gives the block what `ExpertRuntime.start` takes as `on_loading`: one bar of the bytes of all
+    holders and the time that is left. `then` is what the block does once experts are loaded, which
+    nobody counts. Bars vanish at the block's end.
     """
     if not sys.stderr.isatty():
-        yield Lines().report
-        return
-    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+        lines = Lines()
+        with ExitStack() as stack:
+            begin = _begin_once(lambda: stack.enter_context(doing_shown(then)) if then else None)
 
-    size = DownloadColumn(binary_units=True)
-    with _progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), size, TimeRemainingColumn()) as progress:
-        yield LoadingBar(progress).report
+            def say(holder: str, count: int, total: int) -> None:
+                lines.report(holder, count, total)
+                begin(lines.is_done)
+
+            yield say
+        return
+    from rich.progress import DownloadColumn
+
+    with _progress(DownloadColumn(binary_units=True)) as progress:
+        bars, loaded = Bars(progress), Loaded()
+        begin = _begin_once(lambda: progress.add_task(then, total=None) if then else None)
+
+        def report(holder: str, count: int, total: int) -> None:
+            doing, done, whole = loaded.add(holder, count, total)
+            bars.update(doing, done, whole)
+            begin(done == whole)
+
+        yield report
+
+
+def _begin_once(begin: Callable[[], Any]) -> Callable[[bool], None]:
+    """Returns what begins something the first time that it is given True, whichever thread says
+    so.
+    """
+    left = [begin]
+
+    def look(is_time: bool) -> None:
+        # Taking the only entry of a list is one step for all threads.
+        if is_time:
+            with contextlib.suppress(IndexError):
+                left.pop()()
+
+    return look
 
 
 @contextmanager
@@ -186,16 +223,21 @@ def _shown(doing: str, say: Callable[[str, int, int], None]) -> Iterator[Callabl
     if not sys.stderr.isatty():
         yield say
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _progress(*columns) as progress:
+    with _progress(MofNCompleteColumn()) as progress:
         yield Bars(progress, doing).report
 
 
-def _progress(*columns: Any) -> Any:
-    """Returns what draws bars on stderr. Notices, which go there too, appear above them."""
+@contextmanager
+def _progress(counts: Any) -> Iterator[Any]:
+    """Gives the block a display of bars, whose `counts` are such a column. Notices, which go to
+    stderr too, appear above them.
+    """
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=True) as progress:
+        yield progress

@@ -55,7 +55,7 @@ def replay(
     directory = options.model_directory(model or found.model)
     # A fit would put attention on a card, where no bits are promised.
     where = options.topology_for(topology, directory, overrides) if close else options.load_topology(topology)
-    with loading_shown() as on_loading:
+    with loading_shown(then="") as on_loading:
         result = run(found, directory, where, is_close=close, on_loading=on_loading, overrides=overrides)
     _show(result)
     if result.differences:

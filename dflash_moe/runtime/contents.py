@@ -189,7 +189,10 @@ def compare_with_own_copy(
         checkpoint.drop_pages()
     if differing:
         first, *others = differing
-        hint = f"copy the checkpoint there again (compared with {path})"
+        hint = (
+            f"one of the two copies is damaged, the worker's or {path}: compare their sha256sum, and copy the checkpoint to "
+            "that one again"
+        )
         raise CheckpointError("\n".join([f"{first}; {hint}", *others]))
     return len(shards)
 

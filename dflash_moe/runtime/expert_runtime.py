@@ -95,8 +95,8 @@ class ExpertRuntime:
         or what `model_spec` made of one.
 
         `overrides` are settings by their Python names (mode, transport, dtype, batch_capacity ...);
-        they win over environment and topology. `on_loading(holder, bytes loaded, of how many)` is
-        called now and then, from several threads. Errors: ConfigError, CheckpointError,
+        they win over environment and topology. `on_loading(holder, bytes of experts loaded, of how
+        many)` is called now and then, from several threads. Errors: ConfigError, CheckpointError,
         UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; none of them leaves a process
         behind.
         """

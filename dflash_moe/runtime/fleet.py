@@ -51,8 +51,8 @@ GOODBYE_S = 1.0
 EXIT_S = 0.3
 # Tests wrap the host's channel to each worker, by the worker's name, to make it fail.
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
-# A report is called with a holder's name, how many bytes of its experts are loaded, and how many
-# there will be. Several threads call it.
+# A report is called with a holder's name, how many bytes of its experts are loaded, counted as the
+# checkpoint stores them, and how many it will have. Several threads call it.
 LoadingReport = Callable[[str, int, int], None]
 
 
@@ -287,16 +287,18 @@ class Fleet:
         Errors: those with which a worker refuses, WorkerLost, WorkerTimeout.
         """
         started = time.monotonic()
+        reports = {name: _counted_in_bytes(on_loading, name, held[name]) for name in self.members}
+        for report in reports.values():
+            # All is known before the first byte.
+            report(0)
 
         def load_member(name: str) -> None:
-            report = partial(_report_bytes, on_loading, name, held[name])
-            report(0)
-            self.shards.load(self.members[name], held[name], report)
-            report(sum(len(shard.experts) for shard in held[name]))
+            self.shards.load(self.members[name], held[name], reports[name])
+            reports[name](sum(len(shard.experts) for shard in held[name]))
 
         self._in_parallel(list(self.members), load_member)
         for name, shards in held.items():
-            self.shards.settle(self.members[name], shards, partial(_report_bytes, on_loading, f"{name} (comparing)", shards))
+            self.shards.settle(self.members[name], shards, _counted_in_bytes(on_loading, f"{name} (comparing)", shards))
         log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
 
     def architecture_of(self, holder: str) -> str:
@@ -475,11 +477,9 @@ def _first_cause(failed: Sequence[Future[None]]) -> BaseException:
     return errors[0]
 
 
-def _report_bytes(report: LoadingReport | None, holder: str, shards: Sequence[HeldShard], count: int) -> None:
-    """Reports that `count` of the experts of `shards` are done, as the bytes that they have on
-    average.
-    """
-    if report is not None:
-        num_experts = sum(len(one.experts) for one in shards)
-        num_bytes = sum(len(one.experts) * one.layer.ffn.resident_bytes(one.weight_dtype) for one in shards)
-        report(holder, num_bytes * min(count, num_experts) // max(1, num_experts), num_bytes)
+def _counted_in_bytes(report: LoadingReport | None, holder: str, shards: Sequence[HeldShard]) -> Callable[[int], None]:
+    """Returns what is told how many experts of these shards, in their order, are loaded."""
+    if report is None:
+        return lambda _count: None
+    sizes = [0, *itertools.accumulate(one.layer.expert_bytes for one in shards for _ in one.experts)]
+    return lambda count: report(holder, sizes[min(count, len(sizes) - 1)], sizes[-1])

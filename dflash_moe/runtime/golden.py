@@ -109,8 +109,9 @@ class GoldenRows:
             raise WorkerUnfit(
                 f"worker {holder}: layer {held.layer.index} ({held.layer.name}), shard {held.shard_id}: "
                 f"{difference(held, question, reply, expected.reply)}, as {expected.source} computes it; either a weight of "
-                "its copy of the checkpoint differs, or its processor or card, its memory, kernels or driver compute wrongly; "
-                "none of its answers is used: copy the checkpoint there again, or look at that machine",
+                f"its copy of the checkpoint or of that of {expected.source} is damaged, which their sha256sum tells, or its "
+                "processor or card, its memory, kernels or driver compute wrongly; none of its answers is used: copy the "
+                "checkpoint to the damaged one again, or look at that machine",
                 worker=holder,
                 layer=held.layer.index,
             )

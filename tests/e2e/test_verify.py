@@ -107,7 +107,7 @@ def test_weights_that_differ_end_with_2_and_name_layer_shard_and_both_values(che
     said = last_line(capsys)
     assert said.startswith("weights of model.layers.0.")
     held = r"worker memory holds content checksum 0x[0-9a-f]{16}"
-    assert re.search(rf"shard 0: {held}, this host's own copy has 0x0{{15}}5; copy", said)
+    assert re.search(rf"shard 0: {held}, this host's own copy has 0x0{{15}}5; one of the two", said)
 
 
 def test_a_model_that_cannot_be_supported_ends_with_2_and_names_class_and_field(checkpoint, tmp_path, capsys):

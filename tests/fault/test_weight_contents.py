@@ -67,7 +67,8 @@ def test_a_flipped_bit_at_a_worker_by_hand_is_named(
             runtime.check_weights()
     said = re.fullmatch(
         rf"weights of layers\.1\.experts, shard {shard.shard_id}: worker far holds content checksum (0x[0-9a-f]{{16}}), this "
-        r"host's own copy has (0x[0-9a-f]{16}); copy the checkpoint there again \(compared with .*\)",
+        r"host's own copy has (0x[0-9a-f]{16}); one of the two copies is damaged, the worker's or "
+        rf"{re.escape(spec.path)}: compare their sha256sum, and copy the checkpoint to that one again",
         str(raised.value),
     )
     assert said is not None, raised.value
@@ -78,7 +79,13 @@ def test_a_flipped_bit_in_an_expert_of_a_golden_row_ends_the_start(
     spec: ModelSpec, damaged: Path, key_file: Path, tmp_path: Path, start_worker: StartWorker
 ) -> None:
     worker = start_worker(damaged, f"unix://{tmp_path}/far.sock", "--key-file", str(key_file))
-    with pytest.raises(WorkerUnfit, match=r"worker far: layer 1 .*shard 1: .* as this host computes it; .*copy the checkpoint"):
+    with pytest.raises(
+        WorkerUnfit,
+        match=(
+            r"worker far: layer 1 .*shard 1: .* as this host computes it; either a weight of its copy of the checkpoint or of "
+            r"that of this host is damaged, which their sha256sum tells, or .*: copy the checkpoint to the damaged one again"
+        ),
+    ):
         reach(spec, f"address: '{worker.address}'", key_file=key_file)
 
 

@@ -22,6 +22,7 @@ import typer
 from dflash_moe import __version__, _core
 from dflash_moe.cli import demo, demo_model, doctor, main, options, probes, root
 from dflash_moe.cli.command_line import Commands
+from dflash_moe.cli.model_path import model_path
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
 from dflash_moe.protocol.keys import write_key_file
@@ -371,7 +372,7 @@ def test_a_flag_beats_the_threads_of_the_topology():
 )
 def test_a_model_that_is_no_directory_is_answered_with_what_to_do(value, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
-        options.model_directory(value)
+        model_path(value)
 
 
 def test_a_typing_error_is_answered_with_what_was_meant(tmp_path, monkeypatch):
@@ -381,30 +382,30 @@ def test_a_typing_error_is_answered_with_what_was_meant(tmp_path, monkeypatch):
     (tmp_path / "models" / "notes.txt").touch()
     for value in ("models/Qwen3-30b-A3B-Q4_KM.gguf", str(tmp_path / "models" / "Qwen3-30B-A3B-Q4_K_M.guf")):
         with pytest.raises(ConfigError, match=r"directory; did you mean .*models/Qwen3-30B-A3B-Q4_K_M\.gguf\?"):
-            options.model_directory(value)
+            model_path(value)
     # A folder that is here begins a path, and no hub has a user of that name for all we know.
     with pytest.raises(ConfigError, match=r"no such file or directory; pass a checkpoint"):
-        options.model_directory("models/mixtral")
+        model_path("models/mixtral")
     with pytest.raises(ConfigError, match=r"did you mean models\?"):
-        options.model_directory("model")
+        model_path("model")
     with pytest.raises(ConfigError, match=r"no such file or directory; pass"):
-        options.model_directory("models/note.txt")
+        model_path("models/note.txt")
 
 
 def test_demo_names_the_shipped_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     monkeypatch.setattr(demo_model, "find_assets", lambda: tmp_path / "assets")
-    assert options.model_directory("demo") == tmp_path / "assets" / "model"
-    assert options.model_directory("./demo") == Path("demo")
+    assert model_path("demo") == tmp_path / "assets" / "model"
+    assert model_path("./demo") == Path("demo")
     monkeypatch.undo()
     monkeypatch.setattr(demo_model, "ASSETS", "no_such_package_of_assets")
     with pytest.raises(ConfigError, match=r"pip install \./bench/demo_model"):
-        options.model_directory("demo")
+        model_path("demo")
 
 
-def test_a_model_directory_is_taken(tmp_path):
-    assert options.model_directory(str(tmp_path)) == tmp_path
+def test_a_model_path_is_taken(tmp_path):
+    assert model_path(str(tmp_path)) == tmp_path
 
 
 def test_tables_align_numbers_right_and_words_left():

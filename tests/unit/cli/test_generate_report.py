@@ -42,8 +42,14 @@ def test_the_sentence_is_one_of_a_single_token_and_of_experts_that_stay_at_the_h
     local = {
         "mode": "auto", "totals": dict.fromkeys(TOTALS, 0), "workers": {"host": {"transport": "loopback"}}
     }  # fmt: skip
-    said = summary([Completion("a", (1,), "length", ttft_s=0.5)], 1, 0.5, local)
-    assert said == "1 token, 2.0 tokens/s, time to first token 0.500 s; 0 workers, mode auto; 0 bytes moved"
+    one = [Completion("a", (1,), "length", ttft_s=0.5)]
+    speed = "1 token, 2.0 tokens/s, time to first token 0.500 s"
+    assert summary(one, 1, 0.5, local) == f"{speed}; all experts computed in this process"
+    # The wire's figures are for those who ask where nothing left the process.
+    assert summary(one, 1, 0.5, local, is_verbose=True) == f"{speed}; 0 workers, mode auto; 0 bytes moved"
+    inside = {**local, "totals": TOTALS, "workers": {"memory": {"transport": "loopback"}}}
+    assert summary(one, 1, 0.5, inside) == f"{speed}; all experts computed in this process"
+    assert "1 worker over loopback, mode auto; 5.0 KiB moved, 1.2500 times" in summary(one, 1, 0.5, inside, is_verbose=True)
 
 
 def test_the_report_of_one_has_times_of_its_chunks_and_counts_of_the_run():
