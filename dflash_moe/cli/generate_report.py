@@ -114,8 +114,8 @@ def summary(
 
 def carried(stats: Mapping[str, Any], *, is_verbose: bool = False) -> str:
     """Returns how many workers computed experts, how they were reached and what was moved. The host
-    is none of them, and neither is what stands in for a lost worker there (host:NAME). Where all was
-    computed in this process, it says that alone, unless somebody asks for the rest.
+    is none of them, and neither is what stands in for a lost worker there (host:NAME). Where all
+    was computed in this process, it says that alone, unless somebody asks for the rest.
     """
     if not is_verbose and all(worker["transport"] == INSIDE for worker in stats["workers"].values()):
         return "all experts computed in this process"

@@ -88,11 +88,6 @@ class RotaryTables:
                     self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
 
     @property
-    def was_asked(self) -> bool:
-        """Whether a step asked for cosines and sines so far."""
-        return bool(self._shared or self._chunks)
-
-    @property
     def step(self) -> Sequence[tuple[int, int, int]]:
         """What `begin` gave this thread."""
         return self._own.step

@@ -142,8 +142,8 @@ def _drop_unasked_tables(packed: PackedForward) -> None:
     see.
     """
     if len(packed.rotary) > 1:
-        _probe_logits(packed)
-        packed.rotary = [tables for tables in packed.rotary if tables.was_asked]
+        _logits_at(packed, range(_PROBE_TOKENS))
+        packed.rotary = [tables for tables in packed.rotary if tables.is_used]
 
 
 def _why_not_one_table(packed: PackedForward) -> str:
