@@ -27,6 +27,9 @@ FLIPPED_STEPS = 0.1
 # Where rounding is not judged, rows at far positions may differ so many times as much as others.
 # Healthy tiny models in bf16 showed 0.7 to 1.0 times, and a wrong scale of queries 13 times.
 FARTHER = 3.0
+# So much is never too much: where rounding has one early token choose another expert, all rows that
+# see it move by a part of this.
+LEAST_FARTHER = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ def _judge_positions(report: VerifyReport) -> None:
         _check(report, f"largest {what} {where}", found.logits_max, bounds.logits_max)
     elif report.rows_rms > 0.0:
         # Rounding by choice moves rows at the first positions as much.
-        _check(report, f"{what} of a quarter of rows {where}", found.rows_rms, FARTHER * report.rows_rms)
+        _check(report, f"{what} of a quarter of rows {where}", found.rows_rms, max(LEAST_FARTHER, FARTHER * report.rows_rms))
 
 
 def _judge_layer(report: VerifyReport, layer: LayerParity) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dflash_moe.engine.verify_report import Bounds, GreedyParity, VerifyReport, judge
+from dflash_moe.engine.verify_report import Bounds, GreedyParity, PositionParity, VerifyReport, judge
 from dflash_moe.integrations.layer_parity import LayerParity, _judged_max
 from dflash_moe.topology.numerics import CLASSES, class_on
 
@@ -114,3 +114,17 @@ def test_a_difference_is_ours_to_answer_for_only_where_eager_is_nearer_the_truth
     far = replace(LAYER, eager_error=1e-3, difference_max=0.2, judged_max=0.02)
     assert judged("bf16", far).excesses == []
     assert any("largest difference" in excess for excess in judged("bf16", replace(far, judged_max=0.2)).excesses)
+
+
+@pytest.mark.parametrize(("rms", "is_too_far"), [(1e-6, False), (1e-3, True)])
+def test_far_positions_are_held_to_the_bounds_of_logits_in_f32(rms, is_too_far) -> None:
+    report = judged(logits_rms=0.0, logits_max=0.0, positions=PositionParity(40, 4095, rms, rms, rms))
+    assert any("at positions up to 4095" in excess for excess in report.excesses) is is_too_far
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "is_too_far"), [(0.01, 0.09, False), (0.01, 0.11, True), (0.1, 0.29, False), (0.1, 0.31, True)]
+)
+def test_far_positions_are_held_to_the_first_ones_where_rounding_was_chosen(near, far, is_too_far) -> None:
+    report = judged("bf16", rows_rms=near, positions=PositionParity(40, 4095, far, far, far))
+    assert any("at positions up to 4095" in excess for excess in report.excesses) is is_too_far
