@@ -16,7 +16,7 @@ from dflash_moe.config.detection import CERTAINTIES, audited_share, calls_until_
 from dflash_moe.topology import Topology
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-_ROW = re.compile(r"\| ([0-9.]+)% \| ([0-9.]+)% \| ([0-9,]+) \| ([0-9,]+) \|")
+_ROW = re.compile(r"\| ([0-9.]+) \| ([0-9.]+) \| ([0-9,]+) \| ([0-9,]+) \|")
 
 
 @pytest.mark.parametrize(("wrong", "audited"), [(1.0, 0.1), (0.02, 0.3), (0.5, 0.5), (0.001, 0.2)])
