@@ -208,6 +208,11 @@ def _families(place: Place) -> list[Command]:
     return [_campaign("verify_families", *_quick(place, [], less), "--out", place.json("verify_families"))]
 
 
+def _odd_settings(place: Place) -> list[Command]:
+    less: Command = ["--families", "mixtral", "--most", 1]
+    return [_campaign("odd_settings", *_quick(place, [], less), "--out", place.json("odd_settings"))]
+
+
 def _verify_real(place: Place) -> list[Command]:
     less: Command = ["--tiny", "--rounds", 1]
     return [_campaign("verify_real_size", *_quick(place, [], less), "--out", place.json("verify_real_size"))]
@@ -470,6 +475,7 @@ STEPS: tuple[Step, ...] = (
     Step("timeline", ("decode_timeline",), 9, _decode_timeline, lacking=_lacks_two_cores),
     Step("memory", ("memory_3_6_gb",), 4, _memory),
     Step("parity", ("verify_families",), 5, _families),
+    Step("odd-settings", ("odd_settings",), 10, _odd_settings),
     Step("verify-real", ("verify_real_size",), 20, _verify_real, lacking=_lacks_space),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
     Step("class-errors", ("class_errors",), 1, _class_errors),

@@ -39,6 +39,17 @@ def test_sizes_reach_the_configuration(arch):
     assert fields.get("moe_intermediate_size", fields["intermediate_size"]) == 96
 
 
+def test_parts_that_no_text_reaches_are_small():
+    config = build_config(tiny_options("qwen3_vl_moe"))
+    assert (config.vision_config.depth, config.vision_config.hidden_size) == (1, 64)
+    assert config.vision_config.out_hidden_size == config.text_config.hidden_size == 96
+
+
+def test_further_fields_win_over_sizes():
+    text = build_config(tiny_options("mixtral"), {"num_experts_per_tok": 1, "sliding_window": 21}).get_text_config()
+    assert (text.num_experts_per_tok, text.sliding_window, text.hidden_size) == (1, 21, 96)
+
+
 @pytest.mark.parametrize("text", ["plain", "Grüße, 世界 🎉\n\ttab\x00\x7f", " leading and  double ", ""])
 def test_the_tokenizer_has_one_token_per_byte_and_loses_nothing(tmp_path, text):
     from transformers import AutoTokenizer
