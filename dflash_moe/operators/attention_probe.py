@@ -34,13 +34,15 @@ _QUERIES = (0, 1, 100, 5_000, 100_000, 1_000_000)
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """What an attention module tells the interface beside its tensors: query heads, the scale of
-    products, the window and soft cap (0 for none), and sinks [num_heads] or None. A window that
-    only the mask has counts as told.
+    products, the window and soft cap (0 for none), and sinks [num_heads] or None. `told_window` is
+    the window among its arguments (0 for none): a mask may have one that they lack, and a window of
+    more than all positions is none.
     """
 
     num_heads: int
     scale: float
     window: int
+    told_window: int
     softcap: float
     sinks: Any
 
@@ -272,13 +274,13 @@ def _look(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Notes the call and returns zeros of the right shape."""
     cache = module.__dict__[_PROBE]
-    window = int(sliding_window or 0)
+    window = told = int(sliding_window or 0)
     if isinstance(attention_mask, _Mask):
-        window = attention_mask.window(module, window, cache.max_positions, query.device)
+        window = attention_mask.window(module, told, cache.max_positions, query.device)
         attention_mask = None
     check_arguments(module, attention_mask, others)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    call = AttentionCall(query.shape[1], scale, window, float(softcap or 0.0), s_aux)
+    call = AttentionCall(query.shape[1], scale, window, told, float(softcap or 0.0), s_aux)
     cache.attended.append((module, int(getattr(module, "layer_idx", -1)), call))
     return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1])), None
 

@@ -110,7 +110,7 @@ class ExactCopy:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What attention was asked for: its scores [num_heads, num_rows, num_rows], and how large those
-    of a query may be, [num_heads, num_rows, 1]; the window, the soft cap and the sinks.
+    of a query may be, [num_heads, num_rows, 1]; the window among the arguments, soft cap and sinks.
     """
 
     scores: torch.Tensor
@@ -201,7 +201,7 @@ class LayerProof:
         self, asked: list[_Asked], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         call = self._call
-        asked.append(_Asked.of(query, key, scale, (call.window, call.softcap, call.sinks)))
+        asked.append(_Asked.of(query, key, scale, (call.told_window, call.softcap, call.sinks)))
         return _means(value, query.shape[0])
 
 

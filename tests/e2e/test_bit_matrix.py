@@ -117,7 +117,7 @@ def test_what_auto_chooses_over_a_slow_link_changes_no_bit(checkpoint, reference
             found = np.asarray(runtime.experts(0, *batch)).tobytes()
             assert found == reference["f32", 0, TOKENS[-1]]
         taken = {name: worker["chunks"][0]["taken"]["num_slices"] for name, worker in runtime.stats()["auto"].items()}
-    assert taken["w1"] == 2
+    assert taken["w1"] > 1
 
 
 @pytest.mark.parametrize(("numerics", "isa"), OFFERS)
