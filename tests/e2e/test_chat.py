@@ -275,11 +275,14 @@ def test_what_is_pasted_is_one_message_and_ctrl_c_stops_clears_and_leaves(at_ter
     terminal.wait_for(PROMPT)
     terminal.type(f"never asked{INTERRUPT}{INTERRUPT}")
     terminal.wait_for("Ctrl-C again leaves")
+    terminal.wait_for(PROMPT)
     terminal.type(f"/stats{ENTER}")
     terminal.wait_for("conversation: 1 turn,")
+    terminal.wait_for(PROMPT)
     # Whatever was typed in between, the next one is the first again.
     terminal.type(INTERRUPT)
     terminal.wait_for("Ctrl-C again leaves")
+    terminal.wait_for(PROMPT)
     terminal.type(INTERRUPT)
     assert terminal.ended() == 130
     assert "Traceback" not in terminal.shown
