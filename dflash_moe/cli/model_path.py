@@ -15,7 +15,6 @@ from pathlib import Path
 
 from dflash_moe.cli.demo_model import DEMO, demo_model
 from dflash_moe.errors import ConfigError, shown
-from dflash_moe.model.gguf_header import is_gguf
 
 # An id of a model hub, which other programs take with a page's address before it, and with the
 # quantisation of a GGUF file behind it.
@@ -35,7 +34,7 @@ def names_model(value: str) -> bool:
     weights, whether it is there or not, or a directory with such files.
     """
     path = Path(value)
-    if value == DEMO or path.suffix in WEIGHT_SUFFIXES or (os.path.isfile(value) and is_gguf(path)):
+    if value == DEMO or path.suffix in WEIGHT_SUFFIXES or (os.path.isfile(value) and _is_gguf(path)):
         return True
     try:
         names = [entry.name for entry in itertools.islice(os.scandir(path), MAX_NAMES)]
@@ -73,7 +72,7 @@ def model_path(value: str) -> Path:
     if stat.S_ISDIR(mode):
         return path
     if mode:
-        if stat.S_ISREG(mode) and is_gguf(path):
+        if stat.S_ISREG(mode) and _is_gguf(path):
             return path
         raise ConfigError(f"--model {value}: this is a file, and not GGUF; pass the checkpoint's directory, or a GGUF file")
     near = _near(path)
@@ -87,6 +86,13 @@ def model_path(value: str) -> Path:
         f"--model {shown(value)}: no such file or directory; pass a checkpoint directory, a GGUF file, or `demo` for the "
         "shipped model"
     )
+
+
+def _is_gguf(path: Path) -> bool:
+    # As above.
+    from dflash_moe.model.gguf_header import is_gguf
+
+    return is_gguf(path)
 
 
 def _near(path: Path) -> Path | None:

@@ -74,10 +74,13 @@ def gguf_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def refuse_dense(checkpoint: Checkpoint) -> None:
-    """Raises UnsupportedError where a GGUF file is of a model without experts."""
+    """Raises UnsupportedError where a GGUF file is of a model without experts. One of an architecture
+    that is called after its experts lacks them by a fault, which is named elsewhere.
+    """
     metadata = checkpoint.config()
     name = metadata["general.architecture"]
-    if not metadata.get(f"{name}.expert_count") and not any(_EXPERTS.search(tensor) for tensor in checkpoint.stored):
+    has_experts = metadata.get(f"{name}.expert_count") or any(_EXPERTS.search(tensor) for tensor in checkpoint.stored)
+    if not has_experts and "moe" not in name:
         raise UnsupportedError(
             f"{checkpoint.path}: this {shown(name)} model is dense: it has no experts that workers could compute; llama.cpp "
             f"alone runs it, as in `llama-cli -m {checkpoint.path.name}`"

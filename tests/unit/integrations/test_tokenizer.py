@@ -43,9 +43,9 @@ def test_a_whole_tokenizer_is_built(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_a_checkpoint_without_files_of_a_tokenizer_has_none(tmp_path, architecture):
-    # For some architectures transformers makes one of the special tokens alone.
+    # For some architectures transformers would make one of the special tokens alone.
     (tmp_path / "config.json").write_text(f'{{"model_type": "{architecture}"}}')
-    with pytest.raises(UnsupportedError, match="it has no tokenizer, only special tokens|its tokenizer cannot be read"):
+    with pytest.raises(UnsupportedError, match=r"it has no tokenizer, such as tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 

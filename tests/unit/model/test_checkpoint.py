@@ -185,7 +185,7 @@ def test_every_truncation_of_a_file_is_refused(tmp_path, values):
 @pytest.mark.parametrize(
     ("present", "message"),
     [
-        ([], "neither model.safetensors nor"),
+        ([], "the folder is empty"),
         (["model.gguf"], "GGUF"),
         (["pytorch_model.bin"], "pickled"),
         (["other.safetensors"], "without the index"),

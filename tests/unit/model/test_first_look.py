@@ -67,7 +67,7 @@ def test_a_truncated_safetensors_file(model, capsys, monkeypatch):
     weights.write_bytes(weights.read_bytes()[:-1])
     (said,) = refusals(model, capsys, monkeypatch)
     assert re.fullmatch(r"PATH/model\.safetensors: tensor .*: ends at .*; it is truncated - download or copy it again", said)
-    for num_bytes, words in ((0, "found 0 bytes, too few"), (100, "found a header length of")):
+    for num_bytes, words in ((100, "found a header length of"), (0, "found 0 bytes, too few")):
         weights.write_bytes(weights.read_bytes()[:num_bytes])
         (said,) = refusals(model, capsys, monkeypatch)
         assert said.startswith(f"PATH/model.safetensors: {words}")

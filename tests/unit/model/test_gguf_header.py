@@ -89,7 +89,7 @@ def test_block_sizes_are_those_of_the_gguf_package():
 
 HOSTILE = 1 << 63
 DAMAGED = {
-    "empty": (b"", "cannot be read"),
+    "empty": (b"", "the file is empty"),
     "short": (b"GGUF", "begin with GGUF"),
     "other": (b"\x80\x02" * 20, "begin with GGUF"),
     "version": (build([], version=1), "found version 1"),

@@ -175,10 +175,12 @@ def test_a_directory_with_one_model_is_that_model_and_with_two_asks_which(source
         Checkpoint.open(tmp_path)
 
 
-def tiny_file(path, architecture: str):
+def tiny_file(path, architecture: str, num_experts: int = 0):
     import numpy as np
 
     writer = gguf.GGUFWriter(str(path), architecture)
+    if num_experts:
+        writer.add_expert_count(num_experts)
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -199,7 +201,7 @@ def test_an_architecture_that_is_not_supported_is_named(tmp_path, name, expected
     from dflash_moe.model.spec import model_spec
 
     with pytest.raises(UnsupportedError, match=expected):
-        model_spec(tiny_file(tmp_path / "m.gguf", name))
+        model_spec(tiny_file(tmp_path / "m.gguf", name, num_experts=4))
 
 
 def test_missing_metadata_is_named(tmp_path):

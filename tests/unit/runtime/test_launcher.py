@@ -53,12 +53,17 @@ def test_ctrl_c_while_a_worker_is_begun_leaves_neither_process_nor_zombie(
 ) -> None:
     may_begin = threading.Event()
     pids = begun(monkeypatch, lambda: bool(may_begin.wait(SOON_S)))
+    # A test of workers in this process may have left Ctrl-C to their host.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.main_thread().ident
     assert main is not None
     one = Launcher()
-    threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        one.start_worker("w0", tmp_path)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+            one.start_worker("w0", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, former)
     may_begin.set()
     assert wait_for(lambda: is_reaped(pids)), pids
     one.close()
