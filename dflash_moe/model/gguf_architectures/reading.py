@@ -74,8 +74,8 @@ def gguf_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def refuse_dense(checkpoint: Checkpoint) -> None:
-    """Raises UnsupportedError where a GGUF file is of a model without experts. One of an architecture
-    that is called after its experts lacks them by a fault, which is named elsewhere.
+    """Raises UnsupportedError where a GGUF file is of a model without experts. Where its
+    architecture is called after experts it lacks them by a fault, which is named elsewhere.
     """
     metadata = checkpoint.config()
     name = metadata["general.architecture"]

@@ -58,9 +58,9 @@ def test_ctrl_c_while_a_worker_is_begun_leaves_neither_process_nor_zombie(
     main = threading.main_thread().ident
     assert main is not None
     one = Launcher()
+    threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
             one.start_worker("w0", tmp_path)
     finally:
         signal.signal(signal.SIGINT, former)
