@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import dflash_moe
+from dflash_moe.errors import UnsupportedError
 
 # Who lacks one of these cannot import what needs it, and that is no finding. Everything else is.
 OTHERS = frozenset(
@@ -30,8 +31,12 @@ def findings() -> tuple[int, list[str]]:
         name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
         try:
             importlib.import_module(name)
+        except UnsupportedError as error:
+            # What is built apart from the core is named so where it is not there.
+            if not any(f"(dflash_moe.{extension})" in str(error) for extension in EXTENSIONS):
+                found.append(f"{name}: {error}")
         except ImportError as error:
-            lacks_extension = any(f"'{name}'" in str(error) for name in EXTENSIONS)
+            lacks_extension = any(f"'{extension}'" in str(error) for extension in EXTENSIONS)
             if not lacks_extension and (error.name or "").partition(".")[0] not in OTHERS:
                 found.append(f"{name}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, this version cannot use the module
