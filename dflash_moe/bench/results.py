@@ -22,8 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import ConfigError
+from dflash_moe.named_files import open_named
 
 SCHEMA = 1
 # Git leaves out paths that are written in this way.

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.config import SETTINGS, SETTINGS_BY_NAME
-from dflash_moe.config.named_files import open_named
 from dflash_moe.config.settings import CONFIG_VARIABLE
 from dflash_moe.errors import ConfigError, shown
+from dflash_moe.named_files import open_named
 
 if TYPE_CHECKING:
     from dflash_moe.topology import Topology

@@ -14,10 +14,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.config.named_files import open_named
 from dflash_moe.config.values import did_you_mean
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, shown
+from dflash_moe.named_files import open_named
 
 # A file with such a name has JSON lines, whatever is in it, and one with such a name never.
 LINES_SUFFIX = ".jsonl"

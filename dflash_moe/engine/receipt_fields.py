@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import ConfigError, shown
+from dflash_moe.named_files import open_named
 
 # A receipt of 16 positions of a model of 1,000 layers has 2 MB.
 MAX_BYTES = 64 << 20

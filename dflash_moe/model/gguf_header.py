@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import CheckpointError
 from dflash_moe.model.stored_tensor import TensorInfo
+from dflash_moe.named_files import open_named
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -14,9 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import CheckpointError, shown
 from dflash_moe.model.stored_tensor import TensorInfo
+from dflash_moe.named_files import open_named
 
 # The format itself has this bound.
 MAX_HEADER_BYTES = 100_000_000

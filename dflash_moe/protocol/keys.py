@@ -11,8 +11,8 @@ import os
 import secrets
 from pathlib import Path
 
-from dflash_moe.config.named_files import open_named
 from dflash_moe.errors import ConfigError
+from dflash_moe.named_files import open_named
 from dflash_moe.protocol.auth import KEY_BYTES
 
 # A key that was drawn has fewer different bytes with a chance of 2^-122.

@@ -21,10 +21,10 @@ from dflash_moe.config import (
     parse_budget,
     parse_bytes,
 )
-from dflash_moe.config.named_files import open_named
 from dflash_moe.config.settings import FALLBACKS, OPERATORS, PRESETS
 from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
+from dflash_moe.named_files import open_named
 from dflash_moe.topology.addresses import parse_address
 from dflash_moe.topology.sections import parse_section
 from dflash_moe.topology.spec import (

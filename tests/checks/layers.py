@@ -17,7 +17,7 @@ from tests.checks.sources import project_files
 
 PACKAGE = "dflash_moe"
 
-_GROUND = {"errors", "telemetry"}
+_GROUND = {"errors", "named_files", "telemetry"}
 _SETTINGS = _GROUND | {"config", "topology"}
 _DESCRIPTION = _SETTINGS | {"protocol", "model"}
 _EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
@@ -30,6 +30,7 @@ _HOST = _EXECUTION | {"operators", "integrations", "engine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
+    "named_files": set(),
     "telemetry": {"errors"},
     "config": _GROUND,
     "topology": _GROUND | {"config"},
