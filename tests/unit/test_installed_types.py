@@ -19,6 +19,7 @@ dm.SamplingParams(max_tokens="many")
 """
 
 
+@pytest.mark.long
 def test_type_checker_sees_the_installed_package(tmp_path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "program.py").write_text(PROGRAM)
