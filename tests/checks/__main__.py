@@ -45,6 +45,7 @@ CHECKS = (
     links,
     citations,
     generated_figures,
+    result_trees,
     stub_parity,
     wheel_versions,
 )
