@@ -22,20 +22,22 @@ _KINDS = {
 }
 
 
-def open_named(path: str | os.PathLike[str]) -> BinaryIO:
+def open_named(path: str | os.PathLike[str], *, to_keep: bool = False) -> BinaryIO:
     """Opens a regular file for reading, without waiting whatever it is; the caller closes it.
+    With `to_keep` it is opened for writing too and made where it is missing, for this user alone.
     Raises OSError, whose `strerror` says what is there where that is no regular file, and
     ValueError for a path that no file can have.
     """
+    flags = os.O_RDWR | os.O_CREAT if to_keep else os.O_RDONLY
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
     except OSError as error:
         if error.errno == errno.ENXIO:  # nobody can open a socket by its name
             raise _is_no_file(stat.S_IFSOCK, path) from None
         raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
+        return os.fdopen(descriptor, "r+b" if to_keep else "rb")
     os.close(descriptor)
     raise _is_no_file(stat.S_IFMT(mode), path)
 

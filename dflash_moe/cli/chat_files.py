@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from dflash_moe.cli import options
 from dflash_moe.errors import ConfigError, shown
+from dflash_moe.named_files import open_named
 
 # A longest context of a million tokens has about 4 MB of text.
 MAX_TEXT_BYTES = 16 << 20
@@ -123,7 +123,7 @@ def typed_file(environ: Mapping[str, str]) -> Path:
         raise ConfigError(f"{path}: no place for what is typed: XDG_STATE_HOME is no absolute path")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(path, os.O_RDWR | os.O_CREAT, "r+b") as file:
+        with open_named(path, to_keep=True) as file:
             os.fchmod(file.fileno(), 0o600)
             _cut_back(file)
     except OSError as error:
@@ -144,33 +144,13 @@ def _cut_back(file: IO[bytes]) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        with _opened(path, os.O_RDONLY, "rb") as file:
+        with open_named(path) as file:
             raw = file.read(MAX_TEXT_BYTES + 1)
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise _refused(path, "read", error) from None
     if len(raw) > MAX_TEXT_BYTES:
         raise ConfigError(f"{path}: the file is larger than {MAX_TEXT_BYTES >> 20} MiB, more than any model reads; name a part")
     return raw
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int, mode: str) -> Iterator[IO[bytes]]:
-    """Opens a file. Raises ConfigError for what is none, and OSError."""
-    # Without the first flag a pipe would be waited for until somebody writes.
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    try:
-        kind = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(kind):
-            name = "a folder" if stat.S_ISDIR(kind) else "a pipe" if stat.S_ISFIFO(kind) else "a device"
-            raise ConfigError(f"{path}: this is {name}; name a file")
-        file = os.fdopen(descriptor, mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    with file:
-        yield file
 
 
 def _refused(path: Path, done: str, error: Exception) -> ConfigError:

@@ -389,7 +389,8 @@ def test_files_that_cannot_be_looked_at_for_a_moment_are_looked_at_again(
         os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
         assert np.array_equal(call(runtime), expected)
         assert len(refused) == 3
-        assert runtime.stats()["fallback"]["stand_ins"]["w1"].startswith("ready")
+        # Calls use its shards a moment before it says that it is ready.
+        assert wait_until(lambda: runtime.stats()["fallback"]["stand_ins"]["w1"].startswith("ready"), BACK_S)
 
 
 def test_another_copy_of_the_checkpoint_is_compared_before_the_host_computes(tmp_path: Path, start_worker: StartWorker) -> None:

@@ -66,9 +66,9 @@ def test_a_path_may_begin_with_a_home(monkeypatch):
 def test_what_is_no_file_is_refused_at_once(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     for path, words in (
-        (tmp_path / "pipe", "this is a pipe; name a file"),
-        (tmp_path, "this is a folder; name a file"),
-        ("/dev/null", "this is a device; name a file"),
+        (tmp_path / "pipe", "cannot be read: it is a FIFO and not a regular file"),
+        (tmp_path, "cannot be read: it is a folder and not a regular file"),
+        ("/dev/null", "cannot be read: it is a device and not a regular file"),
         (tmp_path / "absent", "cannot be read: No such file or directory"),
         (tmp_path / ("n" * 300), "cannot be read: File name too long"),
         ("a\0b", "cannot be read: embedded null byte"),
@@ -174,7 +174,7 @@ def test_what_was_typed_is_cut_back_to_its_newer_half(tmp_path, monkeypatch):
 def test_where_there_can_be_no_file_for_it_that_is_said(tmp_path):
     (tmp_path / "dflash-moe").mkdir()
     os.mkfifo(tmp_path / "dflash-moe" / "chat_history")
-    with pytest.raises(ConfigError, match="chat_history: this is a pipe"):
+    with pytest.raises(ConfigError, match="cannot be used: it is a FIFO"):
         typed_file({"XDG_STATE_HOME": str(tmp_path)})
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="cannot be used: Not a directory"):
