@@ -148,7 +148,8 @@ def test_a_worker_that_comes_back_to_other_bytes_never_joins(tmp_path: Path, mon
         kill(runtime, "w1")
         assert wait_until(lambda: {one.name: one.state for one in runtime.workers()}["w1"] == "quarantined", BACK_S)
         reason = {one.name: one.reason for one in runtime.workers()}["w1"]
-        assert "holds content checksum" in reason, reason
+        # Which of two comparisons finds it first depends on what was learned before the loss.
+        assert "content checksum" in reason, reason
         assert np.array_equal(call(runtime), right)
 
 
