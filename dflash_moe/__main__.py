@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from dflash_moe.cli.main import run
+from dflash_moe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main())
