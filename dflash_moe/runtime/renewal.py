@@ -50,7 +50,9 @@ class Renewal:
         """Says that this process lacks something, such as descriptors; more than once, too."""
         if not self.outcome.done():
             typed = error if isinstance(error, DflashError) else DflashError(f"a data path: {error}", code="system")
-            self.outcome.set_exception(typed)
+            # A copy: the traceback of the error has what was to become the path, a mapped segment
+            # and its descriptors, and this object lives as long as the runtime.
+            self.outcome.set_exception(typed.reworded(str(typed)))
 
     def end(self) -> None:
         """Says that the worker has its path, or is lost."""

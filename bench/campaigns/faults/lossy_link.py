@@ -1,7 +1,8 @@
 """The network between two machines loses packets, swallows those of one direction, delays them, or
 carries next to nothing, for some seconds each, and is well again. A worker on the host's own
 machine holds all shards too, so that calls are answered meanwhile, and the far worker serves again
-by itself. Connections are encrypted as `ipc.encryption: auto` has it beyond one machine.
+by itself. Connections are encrypted as `ipc.encryption: auto` has it beyond one machine. All of it
+comes once more while the mode is changed every second and the host runs out of descriptors.
 
 The cable is one of ours (lossy_cable.py), because kernels often lack what would shape traffic. The
 host's half runs in a network namespace (partitioned_host.py).
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from bench.campaigns.faults.campaign import Campaign, Run
 from bench.campaigns.faults.lossy_cable import FAULTS, LossyCable, why_not
-from bench.campaigns.faults.partitions import between, fault_row, judge
+from bench.campaigns.faults.partitions import between, fault_rows, judge
 from bench.campaigns.faults.two_machines import TwoMachines
 
 
@@ -36,8 +37,7 @@ def run(given: Run) -> None:
     given.claim("faults in which no packet passed", sum(one["carried_packets"] == 0 for one in events), at_most=0)
     for way in FAULTS:
         chosen = [one for one in events if one["way"] == way]
-        counted = {name: sum(one[name] for one in chosen) for name in ("carried_packets", "dropped_packets", "deaths")}
-        fault_row(given, way, "faults", chosen, **counted)
+        fault_rows(given, way, "faults", chosen, ("carried_packets", "dropped_packets", "deaths"))
     given.row("all", **found)
 
 

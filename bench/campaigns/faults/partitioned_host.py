@@ -5,8 +5,9 @@ own:
     python -m bench.campaigns.faults.partitioned_host MODEL KEY ADDRESS SIZE SEED ORDERS
 
 MODEL is a folder for its copy of the weights. HOST and WORKER are the two namespaces, whose link is
-cut; ORDERS is the descriptor through which a lossy cable is told how to be. It prints a line of
-JSON for each cut or fault, and at last one with the sums.
+cut; ORDERS is the descriptor through which a lossy cable is told how to be. Every fault comes once
+more while the mode is changed each second and this process has no descriptor left for a part of it.
+It prints a line of JSON for each cut or fault, and at last one with the sums.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 from bench.campaigns.faults.leftovers import belongings, left_since
 from bench.campaigns.faults.load import ALONE, Load, is_used, make_model, state_of, wait_until
 from bench.campaigns.faults.lossy_cable import FAULTS, WELL, RemoteCable
+from bench.campaigns.faults.mode_changes import LACK_S, Changes, lack_descriptors
 from bench.campaigns.faults.two_machines import HOST_LINK, WAYS, TwoMachines
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.model.spec import ModelSpec
@@ -130,11 +132,16 @@ def main(model: str, key: str, address: str, size: str, seed: str, *where: str) 
     sums = _captured(spec, key, address)
     settings = {**ALONE, "key_file": key, "restart_deaths": MAX_DEATHS, "restart_backoff_ms": (20, 200)}
     with ExpertRuntime.start(_topology(address, is_alone=False), model=spec, **settings) as runtime:
-        load = Load.quiet(runtime, seed=int(seed))
+        load, changes = Load.quiet(runtime, seed=int(seed)), Changes()
         with load.running(seed=int(seed)):
-            for phase, way, length_s in link.faults(int(size)):
-                _say({"phase": phase, "way": way} | _break_once(link, way, drawn, load, drawn.uniform(*length_s)))
+            _break_often(link, int(size), drawn, load, is_changing=False)
+            with changes.going_on(runtime):
+                _break_often(link, int(size), drawn, load, is_changing=True)
         totals = runtime.stats()["totals"]
+    sums |= {
+        "changes": len(changes.took_s), "longest_change_s": max(changes.took_s), "changes_refused": changes.refused,
+        "changes_failed": len(changes.errors), "first_failed_change": changes.errors[0] if changes.errors else "",
+    }  # fmt: skip
     sums |= {"calls": load.calls, "failed_calls": load.failed, "wrong_results": load.wrong, "hedges": totals["hedges"]}
     _say(
         sums | {"failovers": totals["failovers"], "first_error": load.errors[0][2] if load.errors else ""} | left_since(before)
@@ -170,14 +177,24 @@ def _captured(spec: ModelSpec, key: str, address: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _break_once(link: Link, way: str, drawn: random.Random, load: Load, length_s: float) -> dict[str, Any]:
+def _break_often(link: Link, size: int, drawn: random.Random, load: Load, *, is_changing: bool) -> None:
+    for phase, way, bounds_s in link.faults(size):
+        lack_s = drawn.uniform(*LACK_S) if is_changing else 0.0
+        found = _break_once(link, way, drawn, load, drawn.uniform(*bounds_s), lack_s)
+        _say({"phase": phase, "way": way, "is_changing": is_changing} | found)
+
+
+def _break_once(link: Link, way: str, drawn: random.Random, load: Load, length_s: float, lack_s: float) -> dict[str, Any]:
     runtime = load.runtime
     before, deaths = runtime.stats()["totals"], state_of(runtime, "far").deaths
     time.sleep(drawn.random() * 0.02)
     load.take_worst_s()
     calls = load.calls
     link.cut(way)
-    time.sleep(length_s)
+    mended = time.monotonic() + length_s
+    if lack_s:
+        lack_descriptors(lack_s)
+    time.sleep(max(0.0, mended - time.monotonic()))
     stall_s, calls = load.take_worst_s(), load.calls - calls
     known = link.heal(way)
     began = time.monotonic()

@@ -1,7 +1,8 @@
 """The network between two machines is cut and heals, in one direction, in the other, in both, and
 by pulling the cable. A worker on the host's own machine holds all shards too, so that calls are
 answered meanwhile, and the far worker serves again by itself. Connections are encrypted as
-`ipc.encryption: auto` has it beyond one machine, and a capture of packets holds no known row.
+`ipc.encryption: auto` has it beyond one machine, and a capture of packets holds no known row. Every
+cut comes once more while the mode is changed every second and the host runs out of descriptors.
 
 The far machine is a network namespace with a link (two_machines.py). The host's half runs in the
 other one (partitioned_host.py).
@@ -19,6 +20,7 @@ from typing import Any
 from bench.campaigns.faults.by_hand import worker_by_hand
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.load import make_model
+from bench.campaigns.faults.mode_changes import STALL_GOAL_MS
 from bench.campaigns.faults.two_machines import WAYS, WORKER_ADDRESS, TwoMachines, why_not
 from dflash_moe.protocol.keys import write_key_file
 
@@ -27,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SECONDS_PER_CUT = 90.0
 STARTING_S = 120.0
 SERVED_GOAL_MS, HEALED_GOAL_S = 400.0, 2.0
+# What a row is called besides, by `is_changing` of its events.
+BESIDES = {False: "", True: ", mode changed and descriptors gone"}
 
 
 def run(given: Run) -> None:
@@ -56,7 +60,7 @@ def between(
     with worker_by_hand(spec, given.folder, listen, "--key-file", str(key), prefix=prefix) as worker:
         host = [*machines.within(machines.host), sys.executable, "-m", "bench.campaigns.faults.partitioned_host"]
         arguments = [str(given.folder / "copy"), str(key), worker.address, str(given.size), str(given.seed), *where]
-        limit_s = STARTING_S + SECONDS_PER_CUT * num_ways * given.size
+        limit_s = STARTING_S + SECONDS_PER_CUT * num_ways * given.size * len(BESIDES)
         done = subprocess.run(
             [*host, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False,
             pass_fds=descriptors,
@@ -76,18 +80,26 @@ def judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> No
         given.claim(what.replace("_", " "), found[what], at_most=0)
     given.claim("not healed", sum(one["verdict"] != "healed" for one in events), at_most=0)
     given.claim("captured bytes", found["captured_bytes"], at_least=found["sent_bytes"])
-    given.goal("served, ms", max(one["stall_ms"] for one in events), at_most=SERVED_GOAL_MS)
-    given.goal("healed, s", max(one["healed_s"] for one in events), at_most=HEALED_GOAL_S)
+    given.claim("changes of mode", found["changes"], at_least=1)
+    given.claim("changes of mode that failed but for what the host lacked", found["changes_failed"], at_most=0)
+    for (is_changing, besides), goal_ms in zip(BESIDES.items(), (SERVED_GOAL_MS, STALL_GOAL_MS), strict=True):
+        chosen = [one for one in events if one["is_changing"] == is_changing]
+        given.goal(f"served{besides}, ms", max(one["stall_ms"] for one in chosen), at_most=goal_ms)
+        given.goal(f"healed{besides}, s", max(one["healed_s"] for one in chosen), at_most=HEALED_GOAL_S)
 
 
-def fault_row(given: Run, name: str, count: str, chosen: list[dict[str, Any]], **fields: Any) -> None:
-    """Adds a row of the faults of one kind, of which `count` is the name."""
-    stalls_s = [one["stall_ms"] / 1e3 for one in chosen]
-    healed_s = [one["healed_s"] for one in chosen]
-    given.row(
-        name, stalls_s, **{count: len(chosen)}, **fields, **spread("stall", stalls_s),
-        **spread("healed", healed_s, unit_ms=False), healed_samples_s=healed_s,
-    )  # fmt: skip
+def fault_rows(given: Run, name: str, count: str, alike: list[dict[str, Any]], sums: tuple[str, ...] = ()) -> None:
+    """Adds a row of the faults of one kind, of which `count` is the name, and one of those that
+    came while the mode was changed. Of `sums` a row has the sums.
+    """
+    for is_changing, besides in BESIDES.items():
+        chosen = [one for one in alike if one["is_changing"] == is_changing]
+        stalls_s = [one["stall_ms"] / 1e3 for one in chosen]
+        healed_s = [one["healed_s"] for one in chosen]
+        given.row(
+            f"{name}{besides}", stalls_s, **{count: len(chosen)}, **{one: sum(event[one] for event in chosen) for one in sums},
+            **spread("stall", stalls_s), **spread("healed", healed_s, unit_ms=False), healed_samples_s=healed_s,
+        )  # fmt: skip
 
 
 def _judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> None:
@@ -98,7 +110,7 @@ def _judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> N
         for length in ("short", "until lost"):
             chosen = [one for one in events if one["way"] == way and one["phase"] == length]
             if chosen:
-                fault_row(given, f"{way}, {length}", "cuts", chosen)
+                fault_rows(given, f"{way}, {length}", "cuts", chosen)
     given.row("all", **found)
 
 
