@@ -122,7 +122,7 @@ def try_setting(arch: str, setting: OddSetting, seen: list[Any]) -> Outcome | No
         difference = _difference(found, expected)
         if not difference <= allowed:
             # What lies in the files decides, should it be another model than the one in memory.
-            difference = _difference(found, _loaded_logits(Path(folder), prompt))
+            difference = _difference(found, _loaded_logits(Path(folder), prompt, _attention_of(host)))
     return Outcome(setting.name, _reasons(host), "", _taken(host), difference, allowed, not difference <= allowed)
 
 
@@ -160,8 +160,8 @@ def _moved_logits(model: Any, prompt: list[int], seed: int) -> torch.Tensor:
         handle.remove()
 
 
-def _loaded_logits(folder: Path, prompt: list[int]) -> torch.Tensor:
-    options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
+def _loaded_logits(folder: Path, prompt: list[int], attention: str) -> torch.Tensor:
+    options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": attention}
     model = find_model_class(load_config(Checkpoint.open(folder))).from_pretrained(folder, **options)
     return _model_logits(model.eval(), prompt)
 
@@ -179,6 +179,13 @@ def _logits(host: HostModel, prompt: list[int]) -> torch.Tensor:
     places = (0, *_CUTS, TOKENS)
     parts = [prompt[begin:end] for begin, end in zip(places, places[1:], strict=False)]
     return torch.cat([host.packed.forward([StepRows(sequence, part, num_logits=len(part))]).clone() for part in parts])
+
+
+def _attention_of(host: HostModel) -> str:
+    """Returns the name of the attention that has to be agreed with. What runs in torch has the one
+    that transformers prefers, which differs from eager's where a mask hides all keys of a query.
+    """
+    return str(host.model.config._attn_implementation) if host.packed is None else "eager"
 
 
 def _taken(host: HostModel) -> str:
