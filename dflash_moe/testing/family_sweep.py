@@ -65,8 +65,9 @@ class Outcome:
     is_wrong: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields that are not empty."""
-        return {name: value for name, value in asdict(self).items() if value or name == "setting"}
+        """Returns all fields that are not empty, and the error of whatever was compared."""
+        kept = ("setting", "error") if self.taken else ("setting",)
+        return {name: value for name, value in asdict(self).items() if value or name in kept}
 
 
 def settings_of(arch: str) -> list[OddSetting]:
