@@ -131,7 +131,7 @@ test-long: parts ## the exhaustive sweeps: every family, every field of a config
 
 pythons: core ## what needs neither torch nor core, on every named Python that PATH, pyenv or uv has: a minute
 	@$(BIN)/python -m tests.checks.interpreters
-# Ten minutes on two idle cores. FAMILIES=a,b takes these, MOST=n as many settings of each.
+# An hour on two cores. FAMILIES=a,b takes these, MOST=n as many settings of each (3: two minutes).
 verify-all: core ## every family with each odd setting of its configuration, against eager; table: build/campaign/odd_settings.json
 	@mkdir -p build/campaign
 	@$(BIN)/python bench/campaigns/odd_settings.py --out build/campaign/odd_settings.json $(if $(FAMILIES),--families $(FAMILIES)) \
@@ -216,7 +216,7 @@ bench: parts ## one bench case (CASE=ipc), JSON under build/bench/
 
 # Steps of one commit go on where they were: `make results ONLY=ipc,modes`, AGAIN=1 measures anew,
 # QUICK=1 tries all with tiny parameters.
-results: parts ## measure all recorded results again (2 hours on two cores), write plots and documents
+results: parts ## measure all recorded results again (4 hours on two cores), write plots and documents
 	@$(BIN)/python -m bench.record $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(QUICK),--quick)
 
 # Minutes; needs a build of llama.cpp with its tests (LLAMA_BUILD_TESTS=ON), and runs its programs.
