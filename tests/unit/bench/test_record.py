@@ -73,8 +73,8 @@ def test_every_recorded_result_is_made_by_one_step_and_every_step_is_recorded() 
     assert pictures == {path.name for path in (ROOT / "bench/results").glob("*.png")}
 
 
-def test_all_steps_take_less_than_five_hours() -> None:
-    assert sum(step.minutes for step in STEPS) < 300
+def test_all_steps_take_less_than_six_hours() -> None:
+    assert sum(step.minutes for step in STEPS) < 360
 
 
 def test_an_unknown_step_is_refused_with_those_there_are() -> None:
