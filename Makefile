@@ -131,6 +131,7 @@ test-long: parts ## the exhaustive sweeps: every family, every field of a config
 
 pythons: core ## what needs neither torch nor core, on every named Python that PATH, pyenv or uv has: a minute
 	@$(BIN)/python -m tests.checks.interpreters
+
 # Half an hour on two cores. FAMILIES=a,b takes these, MOST=n as many settings of each.
 verify-all: core ## every family with each odd setting of its configuration, against eager; table: build/campaign/odd_settings.json
 	@mkdir -p build/campaign

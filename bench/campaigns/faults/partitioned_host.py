@@ -139,8 +139,8 @@ def main(model: str, key: str, address: str, size: str, seed: str, *where: str) 
                 _break_often(link, int(size), drawn, load, is_changing=True)
         totals = runtime.stats()["totals"]
     sums |= {
-        "changes": len(changes.took_s), "longest_change_s": max(changes.took_s), "changes_refused": changes.refused,
-        "changes_failed": len(changes.errors), "first_failed_change": changes.errors[0] if changes.errors else "",
+        "changes": len(changes.took_s), "longest_change_s": max(changes.took_s, default=0.0),
+        "changes_refused": changes.refused, "changes_failed": len(changes.errors), "first_failed_change": changes.errors[0] if changes.errors else "",
     }  # fmt: skip
     sums |= {"calls": load.calls, "failed_calls": load.failed, "wrong_results": load.wrong, "hedges": totals["hedges"]}
     _say(
