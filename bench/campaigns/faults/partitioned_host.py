@@ -140,7 +140,8 @@ def main(model: str, key: str, address: str, size: str, seed: str, *where: str) 
         totals = runtime.stats()["totals"]
     sums |= {
         "changes": len(changes.took_s), "longest_change_s": max(changes.took_s, default=0.0),
-        "changes_refused": changes.refused, "changes_failed": len(changes.errors), "first_failed_change": changes.errors[0] if changes.errors else "",
+        "changes_refused": changes.refused, "changes_failed": len(changes.errors),
+        "first_failed_change": changes.errors[0] if changes.errors else "",
     }  # fmt: skip
     sums |= {"calls": load.calls, "failed_calls": load.failed, "wrong_results": load.wrong, "hedges": totals["hedges"]}
     _say(
