@@ -25,6 +25,7 @@ from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.runtime.fleet import Fleet
 from dflash_moe.topology import Topology, WorkerSpec
+from tests import leaks
 from tests.expert_cases import NUM_EXPERTS, make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import StartWorker, children_of, freeze, is_gone, wait_until
 
@@ -203,16 +204,13 @@ def unfit(tmp_path: Path) -> list[tuple[Any, type[Exception], str]]:
 
 def test_an_unfit_worker_is_refused_and_nothing_has_changed(spec: ModelSpec, tmp_path: Path) -> None:
     with start(spec, start_timeout_s=10.0) as runtime:
-        right, held, children = call(runtime), holders(runtime), children_of(os.getpid())
-        descriptors = len(os.listdir("/proc/self/fd"))
+        right, held, before = call(runtime), holders(runtime), leaks.take()
         for wanted, kind, text in unfit(tmp_path):
             with pytest.raises(kind, match=text):
                 runtime.add_worker(wanted)
             assert holders(runtime) == held, wanted
             assert states(runtime) == {"w0": "ready", "w1": "ready"}
-            assert children_of(os.getpid()) == children, wanted
-            # Threads of the runtime open something for a moment now and then.
-            assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, SOON_S), wanted
+            assert leaks.leaks_since(before, SOON_S) == [], wanted
             assert np.array_equal(call(runtime), right)
         runtime.add_worker({"name": "w2"})  # the name is not spent
 
