@@ -185,28 +185,27 @@ void Engine::hedge_all(int64_t now) {
 }
 
 // Sends the slice in a slot to a second holder if it is time. Sends never wait here: a holder
-// without a free credit, or with a queue, would only be held up as well.
+// without a free credit, or with a queue, would only be held up as well. A slice that found nobody
+// is looked at again, because nothing that happens says when a holder is rid of its queue.
 void Engine::hedge(Link& link, uint32_t slot, int64_t now) {
   const Attempt& attempt = link.path.slots()[slot].attempt;
   if (attempt.slice == nullptr || attempt.slice->is_hedged) return;
   Slice& slice = *attempt.slice;
   if (holders_of(slice).size() < 2) return;
+  const auto look_again = [this](int64_t when) { next_hedge_ns_ = std::min(next_hedge_ns_, when); };
   if (!link.is_suspect() && !is_late(attempt, now)) {
-    if (attempt.patience_ns > 0)
-      next_hedge_ns_ = std::min(next_hedge_ns_, attempt.asked_ns + attempt.patience_ns);
+    if (attempt.patience_ns > 0) look_again(attempt.asked_ns + attempt.patience_ns);
     return;
   }
   const std::span<const uint32_t> refused =
       slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
   Link* other = pick_holder(holders_of(slice), links_, refused, &link);
-  if (other == nullptr || other->is_suspect() || (other->is_last_resort && !link.is_suspect()))
-    return;
-  if (!other->waiting.empty() || !fits(slice, other->path.geometry())) return;
+  if (other == nullptr || other->is_suspect()) return look_again(now + kTickNs);
+  if (other->is_last_resort && !link.is_suspect()) return;
+  if (!fits(slice, other->path.geometry())) return;
   const auto free = other->path.free_slot(other->window);
-  if (!free || (!link.is_suspect() && !hedge_budget_.spend())) {
-    next_hedge_ns_ = std::min(next_hedge_ns_, now + kLeastPatienceNs);
-    return;
-  }
+  if (!other->waiting.empty() || !free || (!link.is_suspect() && !hedge_budget_.spend()))
+    return look_again(now + kLeastPatienceNs);
   slice.is_hedged = true;
   send(*other, slice, *free, true);
 }

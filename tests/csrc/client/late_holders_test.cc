@@ -185,6 +185,33 @@ TEST_CASE("slices that wait behind a late one go to another holder without a sec
   CHECK(scene.counters(0).hedges == 0);
 }
 
+TEST_CASE("a late slice is asked of another holder once that one is rid of its queue") {
+  SceneOptions options = with_timeout(30'000'000'000);
+  options.policy = {1, 1};
+  options.client.hedge_share = 0.5;
+  Replicated scene(options);
+  teach(scene);
+  Tokens tokens{{2}};
+  const CallPtr call = scene.submit(tokens);
+  const Message unanswered = scene.puppets[1].take();
+  Tokens busy{{0}, {0}};  // worker 0 alone holds shard 0: one slice under way, one waits
+  const CallPtr other = scene.submit(busy);
+  // Worker 1 is late meanwhile.
+  CHECK(!scene.client.wait(call, Deadline::after_ms(50)));
+  for (int slice = 0; slice < 2; ++slice) {
+    scene.serve(0);
+    static_cast<void>(scene.client.wait(call, Deadline::after_ms(5)));
+  }
+  REQUIRE(scene.finish(other).ok());
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+  }
+  REQUIRE(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+  CHECK(scene.counters(0).hedges == 1);
+}
+
 TEST_CASE("a worker gets nothing new before it has answered what another one answered for it") {
   SceneOptions options = quick();
   options.client.hedge_share = 1;
