@@ -21,6 +21,8 @@ from tests.markers import MARKS
 # in each layer. torch reads this when it loads, so that it is set before any test imports torch.
 # `make test` sets it to the same.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Nor do the many processes that import numpy need a thread of its library for each core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # No test depends on the options of whoever runs it.
 os.environ["DFLASH_MOE_CONFIG"] = "none"
 

@@ -1,5 +1,5 @@
 """`dflash-moe worker`: one worker by hand, on this or another machine. Hosts start their own
-workers through hidden options.
+workers in another way (workers/start.py).
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -61,20 +61,14 @@ def worker(
         ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Leave when the first host is done.")] = False,
-    control_fd: Annotated[int, typer.Option("--control-fd", hidden=True)] = -1,
-    key_fd: Annotated[int, typer.Option("--key-fd", hidden=True)] = -1,
-    parent_pid: Annotated[int, typer.Option("--parent-pid", hidden=True)] = 0,
 ) -> None:
     """Run one worker by hand. It serves one host at a time and waits for the next one; Ctrl-C ends
     it.
     """
     from dflash_moe.cli.demo_model import DEMO, demo_model
-    from dflash_moe.workers.process import run_hand_started_worker, run_started_worker
+    from dflash_moe.workers.process import run_hand_started_worker
     from dflash_moe.workers.resident import KEEP_S
 
-    if control_fd >= 0:
-        code = run_started_worker(name=name, model=model, control_fd=control_fd, key_fd=key_fd, parent_pid=parent_pid)
-        raise typer.Exit(code)
     if topology is None:
         raise ConfigError("--topology is missing: it says how the worker is reached and what it may use")
     from dflash_moe.config import resolve_settings

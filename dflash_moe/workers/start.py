@@ -1,12 +1,16 @@
-"""The first file that a started worker runs: it takes the package from the folder this file lies
-in, and nothing from the folder the host was called in.
+"""The first file that a worker runs which a host starts: it takes the package from the folder this
+file lies in, and nothing from the folder the host was called in.
 
 `python -m dflash_moe` would put the caller's folder first on `sys.path`, so that a module
 named `msgpack` in a downloaded model's folder would become part of every worker. Run as a script,
 this file decides what is on the path before anything is looked up there. The package itself is
 found by its file and not by the path: it need not be installed, and its folder need not be on the
-path. Run as `python start.py dflash_moe worker ...`; the first argument only names the package in
-lists of processes.
+path.
+
+Run as `python start.py dflash_moe worker --name NAME --model DIR --control-fd N --key-fd N
+--parent-pid N` by runtime/launcher.py and nobody else, so that the line is taken as it is: what
+parses a person's command line would take longer to import than all that a worker needs. The first
+two arguments only say what it is in lists of processes.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -18,9 +22,7 @@ PACKAGE = "dflash_moe"
 
 
 def run() -> None:
-    """Imports the package that holds this file and runs its command line with the arguments that
-    follow PACKAGE.
-    """
+    """Imports the package that holds this file and serves the host that started this process."""
     # Python before 3.11 has no `-P`, and puts the folder of a script first on the path. That is
     # this one, whose modules like `session` would stand in for others of that name.
     if not getattr(sys.flags, "safe_path", False):
@@ -28,7 +30,7 @@ def run() -> None:
 
     import importlib.util
     import os
-    import runpy
+    from pathlib import Path
 
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     spec = importlib.util.spec_from_file_location(
@@ -39,8 +41,13 @@ def run() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules[PACKAGE] = package
     spec.loader.exec_module(package)
-    sys.argv = sys.argv[1:]
-    runpy.run_module(PACKAGE, run_name="__main__")
+
+    from dflash_moe.workers.process import run_started_worker
+
+    told = dict(zip(sys.argv[3::2], sys.argv[4::2], strict=True))
+    control_fd, key_fd, parent_pid = (int(told[option]) for option in ("--control-fd", "--key-fd", "--parent-pid"))
+    name, model = told["--name"], Path(told["--model"])
+    sys.exit(run_started_worker(name=name, model=model, control_fd=control_fd, key_fd=key_fd, parent_pid=parent_pid))
 
 
 if __name__ == "__main__":
