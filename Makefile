@@ -132,9 +132,10 @@ test-long: parts ## the exhaustive sweeps: every family, every field of a config
 pythons: core ## what needs neither torch nor core, on every named Python that PATH, pyenv or uv has: a minute
 	@$(BIN)/python -m tests.checks.interpreters
 
-# Half an hour on two cores. FAMILIES=a,b takes these, MOST=n as many settings of each.
-verify-all: core ## every family with each odd setting of its configuration, against eager; table: build/campaign/odd_settings.json
+# Three quarters of an hour on two cores. FAMILIES=a,b takes these, MOST=n as many settings of each.
+verify-all: parts ## every step of results in small, then every family with each odd setting of its configuration, against eager; table: build/campaign/odd_settings.json
 	@mkdir -p build/campaign
+	$(if $(FAMILIES),,@EARLIER_BUILD=$${EARLIER_BUILD:-$(CURDIR)} $(BIN)/python -m bench.record --quick)
 	@$(BIN)/python bench/campaigns/odd_settings.py --out build/campaign/odd_settings.json $(if $(FAMILIES),--families $(FAMILIES)) \
 	  $(if $(MOST),--most $(MOST))
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bench.documents.markup import DOCUMENTS, written
 from bench.record.steps import ROOT, STEPS, Place, Step
 from bench.record.trees import RESULTS, with_trees, write
 from dflash_moe.bench.results import source_commit
@@ -57,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.quick:
         publish([step for step in steps if step.name not in run.failed and step.name not in run.left_out], place)
     _show_outcome(run)
+    if given.quick and not (given.only or run.left_out or run.failed):
+        for name in DOCUMENTS:
+            written((ROOT / name).read_text(encoding="utf-8"), place.folder)
+        print(f"{', '.join(DOCUMENTS)} could be written from these")
     return 1 if run.failed else 0
 
 

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,6 +66,7 @@ def worker(
     """Run one worker by hand. It serves one host at a time and waits for the next one; Ctrl-C ends
     it.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in workers/start.py, for the same reason
     from dflash_moe.cli.demo_model import DEMO, demo_model
     from dflash_moe.workers.process import run_hand_started_worker
     from dflash_moe.workers.resident import KEEP_S

@@ -48,9 +48,6 @@ ISOLATION = ("-P",) if sys.version_info >= (3, 11) else ()
 # folder that the host happens to be called in, and an empty entry of PYTHONPATH means that folder
 # itself.
 FOLDER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX")
-# A worker asks numpy for nothing that is computed on threads, and numpy's library would start one
-# for each core as soon as it is imported.
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 # These variables run a file or a prompt in interactive interpreters, which a worker never is.
 INTERACTIVE_VARIABLES = ("PYTHONSTARTUP", "PYTHONINSPECT")
 
@@ -197,7 +194,7 @@ def _spawn(name: str, model: Path) -> StartedWorker:
                 stdout=log.fileno(),
                 stderr=log.fileno(),
                 pass_fds=(theirs.fileno(), key_read),
-                env={**ONE_THREAD, **isolated_environment(os.environ)},
+                env=isolated_environment(os.environ),
                 # A signal to the host's group, such as that of `timeout`, is for the host to act
                 # on: it tells its workers what follows. The kernel ends them with the host.
                 start_new_session=True,

@@ -41,6 +41,9 @@ def run() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules[PACKAGE] = package
     spec.loader.exec_module(package)
+    # A worker asks numpy for nothing that is computed on threads, and numpy's library would start
+    # one for each core as soon as it is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
     from dflash_moe.workers.process import run_started_worker
 

@@ -1,5 +1,5 @@
-"""Every step of `make results` runs with tiny parameters, and the documents can be written from
-what it made.
+"""The steps of `make results` that take seconds run with tiny parameters. `make verify-all` runs
+every one so, and writes the documents from what they made.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from bench.documents.markup import DOCUMENTS, written
 from bench.record.steps import ROOT, STEPS
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+# Each of these takes up to five minutes, most of it in waits for what must time out.
+TAKE_MINUTES = {"faults", "timeline", "audit", "earlier-commit", "link", "verify-real"}
 
 
 @pytest.mark.transformers
-def test_every_step_runs_and_its_tables_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This tree is compared with itself.
-    monkeypatch.setenv("EARLIER_BUILD", str(ROOT))
-    lacking = [step.name for step in STEPS if step.lacking()]
+def test_every_step_of_seconds_runs() -> None:
+    names = [step.name for step in STEPS if step.name not in TAKE_MINUTES and not step.lacking()]
+    assert len(names) > 20
+    assert {step.name for step in STEPS} >= TAKE_MINUTES
     done = subprocess.run(
-        [sys.executable, "-m", "bench.record", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=1150, check=False
-    )
+        [sys.executable, "-m", "bench.record", "--quick", "--only", ",".join(names)],
+        cwd=ROOT, capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
-    assert f"{len(STEPS) - len(lacking)} steps measured" in done.stdout
-    if not lacking:
-        for name in DOCUMENTS:
-            assert written((ROOT / name).read_text(encoding="utf-8"), Path(ROOT / "build/results_quick"))
+    assert f"{len(names)} steps measured" in done.stdout

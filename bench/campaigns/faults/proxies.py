@@ -34,9 +34,9 @@ from dflash_moe.topology import Topology
 
 DROP, HALF, DRIP = "replies dropped", "half a frame", "a drip"
 KINDS = (DROP, HALF, DRIP)
-# The worker is suspected after this time without an answer, and lost after twice that. With half of
-# it one call failed, because the replica was too late beside five other programs on two cores.
-CALL_TIMEOUT_S = 4.0
+# The worker is suspected after this time without an answer, and lost after twice that. A healthy
+# replica took up to 1.4 s beside five other programs on two cores.
+CALL_TIMEOUT_S = 2.0
 # So often it comes back to the bad proxy and is given up again.
 RETURNS = 2
 # A byte of a drip.
