@@ -118,8 +118,8 @@ define cpp_tests
 	$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
 endef
 
-# 6 minutes on two cores at most, from a built tree; so does test-long. Two tests run at a time: no
-# test may depend on an idle machine.
+# From a built tree on two cores this takes about ten minutes, and test-long eight. Two tests run at
+# a time: no test may depend on an idle machine.
 test: parts ggml-headers system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
 	$(call cpp_tests)
 	@echo "==> Python tests"
