@@ -13,10 +13,6 @@ from typing import Any
 
 from bench.record.trees import moved_on, tree_ids
 
-# Recorded before results named trees, at a commit that is lost. It takes twenty minutes and 17 GiB
-# to measure it again (`make results ONLY=verify-real`).
-NOT_YET = {"verify_real_size"}
-
 
 def find(root: Path) -> list[str]:
     """Returns the results that lack the ids."""
@@ -24,7 +20,7 @@ def find(root: Path) -> list[str]:
         f"bench/results/{name}.json: no ids of trees; `python -m bench.record.trees` adds them where its commit is known, "
         "else `make results` measures it again"
         for name, result in _results(root).items()
-        if not result.get("trees") and name not in NOT_YET
+        if not result.get("trees")
     ]
 
 
@@ -39,8 +35,6 @@ def report(root: Path) -> str:
     same = len(results) - sum(map(len, changed.values()))
     lines = [f"recorded results: {same} of {len(results)} were measured with the trees of HEAD"]
     lines += [f"  other {', '.join(paths)}: {', '.join(names)}" for paths, names in changed.items()]
-    without = sorted(NOT_YET & (_results(root).keys() - results.keys()))
-    lines += [f"  without ids of trees: {', '.join(without)}"] if without else []
     lines += [f"  at commits that this history lacks: {', '.join(lost)}"] if lost else []
     return "\n".join(lines)
 
