@@ -68,6 +68,9 @@ class _Watched:
     last_good: float | None = None
     # Why its rows are not computed again, empty where they are.
     skipped: str = ""
+    # Whether it was outvoted and no other process has taken its place yet. What it goes on to
+    # answer until it is lost could be audited later, and be held against the other process.
+    is_out: bool = False
     changes: deque[float] = field(default_factory=deque)
     num_changes: int = 0
 
@@ -196,11 +199,14 @@ class Audit:
     def _watch(self, name: str, channel: _core.Channel) -> _core.Channel:
         """Returns a channel to another process that the audit sees."""
         with self._lock:
-            self._of(name)
+            one = self._of(name)
             tap = self._taps.get(name)
             if tap is None:
                 tap = self._taps[name] = _core.Tap()
                 self._arm(tap, num_skipped=0)
+            elif one.is_out:
+                tap.take()
+            one.is_out = False
         if self._is_started:
             self._begin()
         # The thread has to look at the copies of a worker that was added.
@@ -259,7 +265,12 @@ class Audit:
                 self._take(name, tap)
 
     def _take(self, name: str, tap: _core.Tap) -> None:
-        for request, reply in tap.take():
+        # This is read before the copies are taken: once it is false, only answers of the process
+        # that took the worker's place are there.
+        with self._lock:
+            is_out = self._of(name).is_out
+        copied = tap.take()
+        for request, reply in () if is_out else copied:
             first = self._rng.randrange(1 << 16)
             with self._dropping(name):
                 self._rows.extend((name, row) for row in self._rows_of(request, reply, first))
@@ -342,6 +353,7 @@ class Audit:
         since = "it joined" if one.last_good is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_good))
         reason = f"outvoted: {where}: {difference(held, question, answer, second)}, as this host and the reference compute it"
         log.error("audit: worker %s is %s; its answers since %s may be wrong", name, reason, since)
+        one.is_out = True
         self._forget(name)
         self._outvote(name, reason)
 

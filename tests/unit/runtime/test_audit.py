@@ -185,6 +185,24 @@ def test_an_exchange_that_cannot_be_read_is_left_out_and_the_burst_after_it_is_a
     tap.arm.assert_called_once()
 
 
+def test_what_a_worker_answered_before_it_was_lost_is_not_held_against_who_takes_its_place(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_core, "make_tapped", lambda channel, _tap: channel)
+    monkeypatch.setattr(scene.audit, "_rows_of", lambda request, _reply, _first: [request])
+    tap = scene.audit._taps["w0"] = Mock(is_spent=False)
+    scene.judge(scene.wrong)
+    tap.take.return_value = [("answered since then", b"")]
+    scene.audit._take("w0", tap)
+    assert not scene.audit._rows
+    num_taken = tap.take.call_count
+    scene.audit._watch("w0", Mock())
+    assert tap.take.call_count == num_taken + 1
+    tap.take.return_value = [("answered by the other", b"")]
+    scene.audit._take("w0", tap)
+    assert list(scene.audit._rows) == [("w0", "answered by the other")]
+
+
 def test_a_thread_that_cannot_wait_says_so_and_tries_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "AGAIN_S", 0.0)
     with monkeypatch.context() as patch:
