@@ -306,29 +306,38 @@ def test_files_that_changed_since_the_workers_read_them_are_not_computed_with(tm
         with pytest.raises(WorkerLost):
             call_often(runtime, 1)
         told = runtime.stats()["fallback"]
+
         # Either the stand-in finds it before it is made, or a later look takes all of them out.
-        is_said = lambda: "have changed since the workers loaded them" in str(runtime.stats()["fallback"])  # noqa: E731
+        def is_said() -> bool:
+            return "have changed since the workers loaded them" in str(runtime.stats()["fallback"])
+
         assert wait_until(is_said, BACK_S), told
         assert computed_here(runtime) == 0
+
+
+# The audit opens the checkpoint too. Of two threads that lower the limit at once, the last would put
+# the lowered one back.
+LIMIT = threading.Lock()
 
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
     """Lets this process open nothing, as its own limit does: what it has open stays."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    taken = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:  # holes below the limit
-                taken.append(os.dup(0))
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with LIMIT:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        taken = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:  # holes below the limit
+                    taken.append(os.dup(0))
+            yield
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def indexed(folder: Path) -> ModelSpec:
