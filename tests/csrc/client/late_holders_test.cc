@@ -80,11 +80,7 @@ TEST_CASE("a slice that only waited at a call's deadline goes to another holder 
   Replicated scene(options);
   Tokens tokens{{2}, {3}, {2}};  // one under way at worker 1, two wait there
   const CallPtr call = scene.submit(tokens);
-  const Deadline deadline = Deadline::after_ms(kPatienceMs);
-  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
-    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
-  }
-  REQUIRE(scene.finish(call).ok());
+  REQUIRE(scene.finish_by_0(call).ok());
   CHECK(tokens.is_right());
   CHECK(scene.counters(1).failovers == 1);
   CHECK(scene.counters(0).calls == 3);
@@ -110,11 +106,7 @@ TEST_CASE("a call's deadline comes before the grace in which the last resort is 
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
   scene.client.mark_lost(1, "gone for a moment");
-  const Deadline deadline = Deadline::after_ms(kPatienceMs);
-  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
-    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
-  }
-  REQUIRE(scene.finish(call).ok());
+  REQUIRE(scene.finish_by_0(call).ok());
   CHECK(tokens.is_right());
   CHECK(scene.counters(1).parked_ns > 0);
 }
@@ -133,11 +125,7 @@ TEST_CASE("the last resort is asked when parking ends, where the grace would be 
       Tokens tokens{{2}};
       const CallPtr call = scene.submit(tokens);
       if (is_under_way) scene.client.mark_lost(1, "gone for a moment");
-      const Deadline deadline = Deadline::after_ms(kPatienceMs);
-      while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
-        if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
-      }
-      REQUIRE(scene.finish(call).ok());
+      REQUIRE(scene.finish_by_0(call).ok());
       CHECK(tokens.is_right());
     }
   }
@@ -193,8 +181,8 @@ TEST_CASE("a late slice is asked of another holder once that one is rid of its q
   teach(scene);
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
-  const Message unanswered = scene.puppets[1].take();
-  Tokens busy{{0}, {0}};  // worker 0 alone holds shard 0: one slice under way, one waits
+  scene.puppets[1].take();  // and never answered
+  Tokens busy{{0}, {0}};    // worker 0 alone holds shard 0: one slice under way, one waits
   const CallPtr other = scene.submit(busy);
   // Worker 1 is late meanwhile.
   CHECK(!scene.client.wait(call, Deadline::after_ms(50)));
@@ -203,11 +191,7 @@ TEST_CASE("a late slice is asked of another holder once that one is rid of its q
     static_cast<void>(scene.client.wait(call, Deadline::after_ms(5)));
   }
   REQUIRE(scene.finish(other).ok());
-  const Deadline deadline = Deadline::after_ms(kPatienceMs);
-  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
-    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
-  }
-  REQUIRE(scene.finish(call).ok());
+  REQUIRE(scene.finish_by_0(call).ok());
   CHECK(tokens.is_right());
   CHECK(scene.counters(0).hedges == 1);
 }
@@ -220,11 +204,7 @@ TEST_CASE("a worker gets nothing new before it has answered what another one ans
   Tokens tokens{{2}}, next{{3}};
   const CallPtr call = scene.submit(tokens);
   const Message late = scene.puppets[1].take();
-  const Deadline deadline = Deadline::after_ms(kPatienceMs);
-  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
-    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
-  }
-  REQUIRE(scene.finish(call).ok());
+  REQUIRE(scene.finish_by_0(call).ok());
   CHECK(scene.counters(0).hedges_won == 1);
   const CallPtr second = scene.submit(next);
   scene.puppets[1].send(echo(late));

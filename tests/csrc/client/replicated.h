@@ -26,6 +26,14 @@ struct Replicated : PuppetScene {
     REQUIRE(client.set_holders(kLayer, kShard, {1, 0}).ok());
   }
   void serve(uint32_t worker) { puppets[worker].send(echo(puppets[worker].take())); }
+  // Waits for the end, while worker 0 answers whatever it is asked, and returns it.
+  Status finish_by_0(const CallPtr& call) {
+    const Deadline deadline = Deadline::after_ms(kPatienceMs);
+    while (!client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+      if (auto request = puppets[0].try_take()) puppets[0].send(echo(*request));
+    }
+    return finish(call);
+  }
   Counters counters(uint32_t worker) const {
     for (const CountersOf& one : client.counters()) {
       if (one.worker == worker) return one.counters;
