@@ -476,7 +476,7 @@ STEPS: tuple[Step, ...] = (
     Step("memory", ("memory_3_6_gb",), 4, _memory),
     Step("parity", ("verify_families",), 5, _families),
     Step("odd-settings", ("odd_settings",), 30, _odd_settings),
-    Step("verify-real", ("verify_real_size",), 20, _verify_real, lacking=_lacks_space),
+    Step("verify-real", ("verify_real_size",), 8, _verify_real, lacking=_lacks_space),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
     Step("class-errors", ("class_errors",), 1, _class_errors),
     Step("simulation", ("simulation",), 8, _simulation),

@@ -1,5 +1,5 @@
-"""The first file that a worker runs which a host starts: it takes the package from the folder this
-file lies in, and nothing from the folder the host was called in.
+"""The first file of a worker that a host starts: it takes the package from the folder this file
+lies in, and nothing from the folder the host was called in.
 
 `python -m dflash_moe` would put the caller's folder first on `sys.path`, so that a module
 named `msgpack` in a downloaded model's folder would become part of every worker. Run as a script,
@@ -8,9 +8,9 @@ found by its file and not by the path: it need not be installed, and its folder 
 path.
 
 Run as `python start.py dflash_moe worker --name NAME --model DIR --control-fd N --key-fd N
---parent-pid N` by runtime/launcher.py and nobody else, so that the line is taken as it is: what
-parses a person's command line would take longer to import than all that a worker needs. The first
-two arguments only say what it is in lists of processes.
+--parent-pid N` by runtime/launcher.py and nobody else. So the line is taken as it is: to import
+what parses a person's command line would make a start longer by a fifth. The first two arguments
+only say what it is in lists of processes.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -38,6 +38,11 @@ def test_module_imports_without_torch(module: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_worker_that_a_host_starts_imports_no_parser_of_command_lines_or_topologies() -> None:
+    result = _run("import dflash_moe.workers.process\nprint(*{'typer', 'yaml'} & sys.modules.keys())")
+    assert (result.returncode, result.stdout.split()) == (0, []), result.stderr
+
+
 @pytest.mark.parametrize("command", ["doctor --json", "worker --help", "key --help", "--help"])
 def test_command_runs_without_torch(command: str) -> None:
     code = f"sys.argv = ['dflash-moe', *{command.split()!r}]\nfrom dflash_moe.cli.main import run\nraise SystemExit(run())"
