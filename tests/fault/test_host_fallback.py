@@ -315,8 +315,8 @@ def test_files_that_changed_since_the_workers_read_them_are_not_computed_with(tm
         assert computed_here(runtime) == 0
 
 
-# The audit opens the checkpoint too. Of two threads that lower the limit at once, the last would put
-# the lowered one back.
+# The audit opens the checkpoint too. Of two threads that lower the limit at once, the last would
+# put the lowered one back.
 LIMIT = threading.Lock()
 
 
