@@ -70,11 +70,14 @@ TEST_CASE("whether a worker runs is told by its last pulse, also where it makes 
   scene.puppets[1].send_pulse(1);
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   const int64_t before_ns = now_ns();
-  CHECK(scene.client.pulse_age_ns(1).value() <= now_ns() - before_ns);  // it was read just now
+  // The two sides of a comparison are evaluated in any order, so the age is asked for first.
+  const int64_t fresh_ns = scene.client.pulse_age_ns(1).value();
+  CHECK(fresh_ns <= now_ns() - before_ns);  // it was read just now
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   CHECK(scene.client.pulse_age_ns(1).value() >= 20'000'000);
   scene.puppets[1].send_pulse(1);
-  CHECK(scene.client.pulse_age_ns(1).value() < scene.client.pulse_age_ns(0).value());
+  const int64_t newer_ns = scene.client.pulse_age_ns(1).value();
+  CHECK(newer_ns < scene.client.pulse_age_ns(0).value());
   CHECK(scene.client.pulse_age_ns(7).error().code == ErrorCode::kInvalidArgument);
 }
 
