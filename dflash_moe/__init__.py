@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from dflash_moe.engine.llm import LLM
     from dflash_moe.engine.sampling_params import SamplingParams
     from dflash_moe.engine.text import Chunk, Completion
+    from dflash_moe.experts.expert_call import ExpertCall
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
     from dflash_moe.integrations.transformers import load_model, offload
-    from dflash_moe.runtime.expert_call import ExpertCall
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
     from dflash_moe.topology import Topology
 
 _LAZY = {
-    "ExpertCall": "dflash_moe.runtime.expert_call",
+    "ExpertCall": "dflash_moe.experts.expert_call",
     "Chunk": "dflash_moe.engine.text",
     "Completion": "dflash_moe.engine.text",
     "LLM": "dflash_moe.engine.llm",
     "SamplingParams": "dflash_moe.engine.sampling_params",
-    "ExpertRuntime": "dflash_moe.runtime.expert_runtime",
+    "ExpertRuntime": "dflash_moe.experts.expert_runtime",
     "Topology": "dflash_moe.topology",
     "load_model": "dflash_moe.integrations.transformers",
     "offload": "dflash_moe.integrations.transformers",

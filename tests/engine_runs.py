@@ -19,15 +19,15 @@ import torch
 
 from dflash_moe import SamplingParams
 from dflash_moe.engine import step_run
-from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.forward import Forward, StepRows
-from dflash_moe.engine.host_model import HostModel
 from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.sample import Sampled, Sampler, SampleRow
 from dflash_moe.engine.sampling_state import SamplingState
+from dflash_moe.forward.blocks import BlockPool
+from dflash_moe.forward.forward import Forward, StepRows
+from dflash_moe.forward.host_model import HostModel
 from tests.host_models import prompt
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "phimoe", "qwen2_moe", "granitemoe")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dflash_moe import ExpertRuntime, Topology
-from dflash_moe.engine.forward import PackedForward, StepRows, TokenSequence
+from dflash_moe.forward.forward import PackedForward, StepRows, TokenSequence
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.testing.families import tiny_options
 

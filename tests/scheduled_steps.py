@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dflash_moe.engine.block_hashes import BlockHashes
-from dflash_moe.engine.blocks import BlockPool
-from dflash_moe.engine.forward import TokenSequence
 from dflash_moe.engine.request import LENGTH, Request
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.sampling_state import SamplingState
 from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan
-from dflash_moe.engine.sequence import SequenceBlocks
-from dflash_moe.engine.step_blocks import StepBlocks
+from dflash_moe.forward.block_hashes import BlockHashes
+from dflash_moe.forward.blocks import BlockPool
+from dflash_moe.forward.forward import TokenSequence
+from dflash_moe.forward.sequence import SequenceBlocks
+from dflash_moe.forward.step_blocks import StepBlocks
 
 BLOCK_TOKENS = 4
 

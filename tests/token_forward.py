@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_moe.engine.block_hashes import BlockHashes
-from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond
 from dflash_moe.engine.request import TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
-from dflash_moe.engine.sequence import SequenceBlocks
-from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
+from dflash_moe.forward.block_hashes import BlockHashes
+from dflash_moe.forward.blocks import BlockPool
+from dflash_moe.forward.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond
+from dflash_moe.forward.sequence import SequenceBlocks
+from dflash_moe.forward.step_blocks import PackedStep, StepBlocks
 
 VOCAB = 37
 BLOCK_TOKENS = 4

@@ -34,10 +34,10 @@ import numpy as np  # noqa: E402
 
 from dflash_moe import _core  # noqa: E402
 from dflash_moe.bench.results import BenchResult, percentile  # noqa: E402
+from dflash_moe.experts.expert_runtime import ExpertRuntime  # noqa: E402
+from dflash_moe.holders.audit.golden import GoldenRows  # noqa: E402
 from dflash_moe.model.make import MakeOptions, make_checkpoint  # noqa: E402
 from dflash_moe.model.spec import ModelSpec, model_spec  # noqa: E402
-from dflash_moe.runtime.expert_runtime import ExpertRuntime  # noqa: E402
-from dflash_moe.runtime.golden import GoldenRows  # noqa: E402
 from dflash_moe.topology import Topology  # noqa: E402
 
 RESULT = ROOT / "bench" / "results" / "audit.json"

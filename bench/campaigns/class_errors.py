@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 from weight_errors import DEMO, ROOT, error, output, shipped_model
 
 from dflash_moe.bench.results import BenchResult
-from dflash_moe.integrations.rounded_inputs import inputs_rounded
 from dflash_moe.model.capture import ExpertsCall, capture_calls
+from dflash_moe.proofs.rounded_inputs import inputs_rounded
 from dflash_moe.topology.numerics import CLASSES
 
 RESULT = ROOT / "bench" / "results" / "class_errors.json"

@@ -93,7 +93,7 @@ def main() -> int:
         return 0
     sys.path.insert(0, str(ROOT))
     from dflash_moe.bench.harness import Recorder
-    from dflash_moe.cli.bench_progress import reporting
+    from dflash_moe.cli.bench.progress import reporting
 
     build = arguments.build
     if build is None or not list(build.glob("dflash_moe/_core.*.so")):

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.link_check import LinkParams, run_link_check
-from dflash_moe.cli.bench_progress import reporting
+from dflash_moe.cli.bench.progress import reporting
 from dflash_moe.cli.main import report
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.testing.tiny import tiny_checkpoint

@@ -165,7 +165,7 @@ def _host(model: Path, kv_bytes: int | None = None) -> Iterator[Any]:
     by default.
     """
     from dflash_moe import ExpertRuntime
-    from dflash_moe.engine.host_model import open_host
+    from dflash_moe.forward.host_model import open_host
 
     with ExpertRuntime.start(Topology.parse(_topology(kv_bytes)), model=model) as runtime:
         host = open_host(model, runtime)
@@ -190,7 +190,7 @@ def _make_model(directory: Path) -> None:
 
 def _kv_bytes(model: Path, num_blocks: int) -> int:
     """Returns the bytes of keys and values of so many blocks in all layers."""
-    from dflash_moe.engine.kv_budget import KvShape, block_bytes
+    from dflash_moe.forward.kv_budget import KvShape, block_bytes
     from dflash_moe.model.architecture import load_config
     from dflash_moe.model.checkpoint import Checkpoint
 

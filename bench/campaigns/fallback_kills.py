@@ -42,7 +42,7 @@ from dflash_moe.bench.results import BenchResult, percentile  # noqa: E402
 from dflash_moe.cli import options  # noqa: E402
 from dflash_moe.config.settings import MAX_DEATHS  # noqa: E402
 from dflash_moe.errors import DflashError  # noqa: E402
-from dflash_moe.runtime.expert_runtime import ExpertRuntime  # noqa: E402
+from dflash_moe.experts.expert_runtime import ExpertRuntime  # noqa: E402
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint  # noqa: E402
 from dflash_moe.topology import Topology  # noqa: E402
 

@@ -195,10 +195,10 @@ def engine_logits(path: Path, asked: SavedLogits) -> Array:
     """Returns the logits of our host over one worker, in float32 throughout."""
     import torch
 
-    from dflash_moe.engine.forward import StepRows
-    from dflash_moe.engine.host_model import open_host
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
+    from dflash_moe.forward.forward import StepRows
+    from dflash_moe.forward.host_model import open_host
     from dflash_moe.model.spec import model_spec
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
     token_ids = list(asked.token_ids)
     spec = model_spec(path, "f32")
@@ -265,9 +265,9 @@ PLANTED: dict[str, dict[str, Callable[[Path], Path]]] = {
 
 def _files(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[Path], Path]]]:
     """Yields the name of each file with what writes it."""
-    from dflash_moe.model.gguf_header import BLOCK_TYPES
+    from dflash_moe.model.formats.gguf_header import BLOCK_TYPES
+    from dflash_moe.model.formats.weight_formats import STORED_NAMES
     from dflash_moe.model.make import MakeOptions, make_checkpoint
-    from dflash_moe.model.weight_formats import STORED_NAMES
     from dflash_moe.testing.gguf_files import write_gguf
 
     names = [STORED_NAMES[name] for name, _, _ in BLOCK_TYPES.values() if name in STORED_NAMES]

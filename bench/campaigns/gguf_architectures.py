@@ -78,7 +78,7 @@ def _examine(name: str, theirs: Any, folder: Path, given: argparse.Namespace, to
     num_layers = theirs.config.get_text_config().num_hidden_layers
     excesses += goldens.logits_excess(goldens.logits(ours), goldens.logits(theirs), num_layers)
     if not given.skip_verify:
-        from dflash_moe.engine.verify import verify
+        from dflash_moe.proofs.verify import verify
 
         excesses += verify(file, topology, dtype="f32").excesses
     if given.write and not excesses:

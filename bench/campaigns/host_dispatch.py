@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
-from dflash_moe.engine.forward import StepRows
-from dflash_moe.engine.host_model import open_host
+from dflash_moe.forward.forward import StepRows
+from dflash_moe.forward.host_model import open_host
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "host_dispatch.json"
 WIDTH = 8

@@ -34,8 +34,8 @@ from dflash_moe import ExpertRuntime, Topology  # noqa: E402
 from dflash_moe.bench.harness import Recorder, run_rounds  # noqa: E402
 from dflash_moe.bench.reference_model import reference_model  # noqa: E402
 from dflash_moe.bench.results import timing_fields  # noqa: E402
-from dflash_moe.engine.forward import PackedForward, StepRows  # noqa: E402
-from dflash_moe.engine.host_model import open_host  # noqa: E402
+from dflash_moe.forward.forward import PackedForward, StepRows  # noqa: E402
+from dflash_moe.forward.host_model import open_host  # noqa: E402
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "micro_batches.json"
 HOST_CPU, WORKER_CPU = 0, 1

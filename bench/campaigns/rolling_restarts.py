@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 from dflash_moe.bench.results import BenchResult, percentile  # noqa: E402
 from dflash_moe.cli import options  # noqa: E402
 from dflash_moe.errors import DflashError  # noqa: E402
+from dflash_moe.experts.expert_runtime import ExpertRuntime  # noqa: E402
 from dflash_moe.model.spec import ModelSpec  # noqa: E402
-from dflash_moe.runtime.expert_runtime import ExpertRuntime  # noqa: E402
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint  # noqa: E402
 from dflash_moe.topology import Topology, WorkerSpec  # noqa: E402
 

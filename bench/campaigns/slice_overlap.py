@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.overlap import LAYERS, LEARNING_CALLS, OverlapParams, run_overlap
-from dflash_moe.cli.bench_progress import reporting
+from dflash_moe.cli.bench.progress import reporting
 from dflash_moe.cli.main import report
 
 ROOT = Path(__file__).resolve().parents[2]

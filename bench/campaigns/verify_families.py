@@ -30,8 +30,8 @@ def main() -> int:
     arguments = parser.parse_args()
     topology = Topology.local(2)
     options.prepare_host(topology)  # before torch is imported
-    from dflash_moe.engine.verify import verify
     from dflash_moe.model.make import make_checkpoint
+    from dflash_moe.proofs.verify import verify
     from dflash_moe.testing.families import REQUIRED, tiny_options
 
     families = arguments.families.split(",") if arguments.families else list(REQUIRED)

@@ -27,12 +27,12 @@ from transformers import AutoTokenizer
 
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.integrations.host_weights import load_weights
-from dflash_moe.integrations.rounded_inputs import inputs_rounded
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.capture import ExpertsCall, capture_calls
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.dequantize import dequantize, requantized
-from dflash_moe.model.weight_formats import FORMATS
+from dflash_moe.model.formats.dequantize import dequantize, requantized
+from dflash_moe.model.formats.weight_formats import FORMATS
+from dflash_moe.proofs.rounded_inputs import inputs_rounded
 from dflash_moe.testing.quantised_files import quantise_fp8, quantise_mxfp4
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,12 +23,12 @@ from transformers import AutoTokenizer
 
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.errors import DflashError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.integrations.host_weights import TORCH_DTYPES
 from dflash_moe.integrations.transformers import load_model
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.progress import quiet_progress
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 MODEL = Path(__file__).resolve().parent / "dflash_moe_demo" / "model"

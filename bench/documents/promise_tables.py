@@ -100,7 +100,7 @@ PROMISES = (
     ),
     _Promise("workers are replaced one after the other under load", "`tests/fault/test_elastic.py`"),
     _Promise(
-        "a crash loop is contained", "`tests/unit/runtime/test_membership.py`, campaign `crash-loop`",
+        "a crash loop is contained", "`tests/unit/holders/test_membership.py`, campaign `crash-loop`",
         (("fault_crash-loop", ""),),
     ),
     _Promise("a port or socket that is taken is named, never stolen", "`tests/unit/workers/test_listener.py`"),
@@ -111,7 +111,7 @@ PROMISES = (
     ),
     _Promise(
         "a host that could not compute a call now says so and why, and requests of an engine go on by themselves",
-        "`tests/fault/test_engine_faults.py`, `tests/unit/runtime/test_readiness.py`",
+        "`tests/fault/test_engine_faults.py`, `tests/unit/experts/test_readiness.py`",
     ),
     _Promise("a forked child disturbs nobody", "`tests/fault/test_forked_children.py`"),
     _Promise("other versions work or are refused by name", "`tests/unit/protocol/test_auth.py`, golden messages"),

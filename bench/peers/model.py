@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.model.weight_formats import FORMATS
+from dflash_moe.model.formats.weight_formats import FORMATS
 
 SEED = 0
 # Of the values. Beyond it F16 still has two bits to spare, bf16 none.

@@ -1,5 +1,5 @@
 // What decides when a worker that is lost is started again, dialled again or left alone. It is the
-// product's own state machine (dflash_moe/runtime/membership.py), which has no clock and no I/O;
+// product's own state machine (dflash_moe/holders/membership.py), which has no clock and no I/O;
 // here are only the words in which events and orders pass between it and the simulation.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -15,7 +15,7 @@ namespace dflash::simulation {
 
 struct Options;
 
-// What can happen to a worker, by the names of runtime/membership.py.
+// What can happen to a worker, by the names of dflash_moe/holders/membership.py.
 enum class Happening : uint8_t {
   kAdded,
   kStarted,

@@ -1,4 +1,4 @@
-// What stands in for the thread that keeps the runtime's workers (runtime/worker_keeper.py): it
+// What stands in for the thread that keeps the runtime's workers (holders/worker_keeper.py): it
 // tells the state machine of each worker what happens to it, carries out what that orders, and
 // renews worn data paths. Starting, dialling, loading and ending take virtual time.
 //

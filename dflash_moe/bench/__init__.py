@@ -1,7 +1,6 @@
 """Benchmarks that users run on their own machines. Each case has a file, and all share one harness
 and one format of results.
 
-They depend on runtime and integrations. The command line (cli/bench.py) is a thin layer over the
-`run_*` functions here.
+The command line (cli/bench/bench.py) is a thin layer over the `run_*` functions here.
 SPDX-License-Identifier: Apache-2.0
 """

@@ -25,7 +25,7 @@ from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.config import BLOCK_TOKENS
 from dflash_moe.config.settings import DTYPES
 from dflash_moe.errors import ConfigError
-from dflash_moe.runtime.threads import SPIN_NS
+from dflash_moe.holders.threads import SPIN_NS
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 
 # One measurement takes as many calls as need about this long.

@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_moe import _core
 from dflash_moe.config import BLOCK_TOKENS
-from dflash_moe.runtime.tensors import ITEM_BYTES
+from dflash_moe.experts.tensors import ITEM_BYTES
 
 # So many tokens are appended at once while the pages are filled.
 FILLED_AT_ONCE = 4096

@@ -21,7 +21,7 @@ from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.bench.step_cases import PATHS, QUEUED, STAGED, StepCase, StepScene, same_results
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import tiny_checkpoint
 from dflash_moe.topology import Topology
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.bench.forward import COUNTED, counted
 from dflash_moe.engine.sampling_params import SamplingParams
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 
 if TYPE_CHECKING:
     from dflash_moe.engine.engine import Engine
-    from dflash_moe.engine.host_model import HostModel
+    from dflash_moe.forward.host_model import HostModel
 
 # What a step takes beside the forward pass, by the engine's own clock.
 ENGINE_PARTS = ("plan_s", "sample_s", "commit_s", "deliver_s")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.bench.results import percentile, timing_fields
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import Topology
 

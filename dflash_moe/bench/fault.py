@@ -29,8 +29,8 @@ from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec, model_spec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import HOST, Topology
 

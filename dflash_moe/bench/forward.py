@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import ConfigError
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.host_model import HostModel
+    from dflash_moe.forward.host_model import HostModel
 
 COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
 # After a switch of mode a prefill of so many tokens is not measured, because it touches a new data
@@ -45,7 +45,7 @@ def measure_once(host: HostModel, runtime: ExpertRuntime, input_ids: Any, new_to
     """
     import torch
 
-    from dflash_moe.engine.sequence_run import run_digest
+    from dflash_moe.forward.sequence_run import run_digest
 
     prompt = input_ids[0].tolist()
     before = counted(runtime)

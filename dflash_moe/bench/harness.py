@@ -46,7 +46,7 @@ class Case(Protocol):
 
 class Reporter(Protocol):
     """Takes reports of progress, and shows a bar on a terminal and lines otherwise
-    (cli/bench_progress.py).
+    (cli/bench/progress.py).
     """
 
     def say(self, line: str) -> None:

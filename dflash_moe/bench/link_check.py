@@ -19,8 +19,8 @@ from typing import Any
 
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult, timing_fields
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import routed_batch
 from dflash_moe.topology import Topology
 

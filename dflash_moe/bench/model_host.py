@@ -19,14 +19,14 @@ from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.token_reads import Sides
 from dflash_moe.config import resolve_settings
 from dflash_moe.errors import ConfigError
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.threads import thread_plan
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.threads import thread_plan
 from dflash_moe.telemetry.machine import usable_cores
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.topology import HOST, Topology
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.host_model import HostModel
+    from dflash_moe.forward.host_model import HostModel
 
 LOCAL = "local"
 # These settings say how workers are reached or how calls are sliced. A process that holds all
@@ -90,7 +90,7 @@ def _open(
     stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any], recorder: Recorder,
     micro_batches: str | None,
 ) -> Host:  # fmt: skip
-    from dflash_moe.engine.host_model import open_host
+    from dflash_moe.forward.host_model import open_host
 
     runtime = stack.enter_context(
         # A measurement of workers ends when one is lost; the host would give other figures.

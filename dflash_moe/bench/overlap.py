@@ -23,7 +23,7 @@ from dflash_moe.bench.mode_summary import largest_predictions
 from dflash_moe.bench.model_host import describe_topology
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.timeline import layer_timeline, stage_times
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import Topology
 

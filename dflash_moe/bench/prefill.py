@@ -21,11 +21,11 @@ from dflash_moe.bench.mode_summary import largest_predictions, summarise
 from dflash_moe.bench.model_host import LOCAL, Host, describe_topology, open_hosts, resident_memory
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.timeline import capture_timeline
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.host_model import HostModel
+    from dflash_moe.forward.host_model import HostModel
 
 # From this number of tokens on, slices of four rows take seconds, and behind a slow worker a
 # minute.

@@ -28,7 +28,7 @@ from dflash_moe.topology import Topology
 
 if TYPE_CHECKING:
     from dflash_moe.engine.engine_settings import EngineSettings
-    from dflash_moe.engine.forward import Forward
+    from dflash_moe.forward.forward import Forward
 
 LOOP = "loop"
 

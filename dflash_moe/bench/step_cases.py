@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_moe.bench.results import percentile, timing_fields
 from dflash_moe.errors import DflashError
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import routed_batch
 
 STAGED, STEP, QUEUED = "staged calls", "device step", "device step, queued before"

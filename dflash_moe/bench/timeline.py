@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.bench.forward import measure_once
 from dflash_moe.errors import ConfigError
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.host_model import HostModel
+    from dflash_moe.forward.host_model import HostModel
 
 # At most so many slices of one layer are kept. More cannot be told apart in a picture, and the file
 # stays small.

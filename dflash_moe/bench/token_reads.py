@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.bench.read_speed import ReadSpeed
 from dflash_moe.config import resolve_settings
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.threads import shares_pool, thread_plan
 from dflash_moe.protocol.devices import PROCESSOR
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.threads import shares_pool, thread_plan
 from dflash_moe.topology import HOST, Topology
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.host_model import HostModel
+    from dflash_moe.forward.host_model import HostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def count_reads(host: HostModel, runtime: ExpertRuntime, input_ids: Any, new_tok
     import torch
 
     from dflash_moe.integrations.transformers import experts_watched
-    from dflash_moe.operators.reads import dense_bytes
+    from dflash_moe.operators.layers.reads import dense_bytes
 
     prompt = input_ids[0].tolist()
     total: Counter[str] = Counter({HOST: new_tokens * dense_bytes(host.model)})
@@ -95,7 +95,7 @@ def _padding(runtime: ExpertRuntime) -> dict[str, float]:
 
 def _kv_bytes(host: HostModel, run: Any, context: int) -> int:
     """Returns the bytes of keys and values that the last token read."""
-    from dflash_moe.operators.reads import kv_bytes
+    from dflash_moe.operators.layers.reads import kv_bytes
 
     if host.packed is not None:
         return kv_bytes(host.model, context)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench_tables import MIB
+from dflash_moe.cli.bench.tables import MIB
 from dflash_moe.cli.demo_model import find_assets
 from dflash_moe.errors import DflashError
 from dflash_moe.topology import HostSpec, Topology
@@ -24,8 +24,8 @@ from dflash_moe.topology.spec import Emulate
 
 if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
-    from dflash_moe.engine.host_model import HostModel
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
+    from dflash_moe.forward.host_model import HostModel
 
 PROMPT = "Return a list of"
 # The prompt of the prefill table has at least so many tokens.
@@ -82,8 +82,8 @@ def demo() -> None:
 
 @contextmanager
 def _started(topology: Topology, model: Path, place: str) -> Iterator[tuple[HostModel, ExpertRuntime]]:
-    from dflash_moe.engine.host_model import open_host
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
+    from dflash_moe.forward.host_model import open_host
 
     options.say(f"starting two CPU workers: {place}")
     with ExpertRuntime.start(topology, model=model, transport="shared") as runtime:

@@ -16,7 +16,7 @@ from dflash_moe.config.settings import PRESETS, SETTINGS_BY_NAME
 from dflash_moe.errors import ConfigError, DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.diff_report import DiffReport
+    from dflash_moe.proofs.diff_report import DiffReport
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def diff(
     memory at a time. Exit code 0 where nothing differs, 1 where they part, 2 where they cannot be
     compared.
     """
-    from dflash_moe.engine.diff import diff as run
+    from dflash_moe.proofs.diff import diff as run
 
     if tolerance is not None and not tolerance >= 0:
         raise ConfigError(f"--tolerance {tolerance}: give a fraction of at least 0")
@@ -80,7 +80,7 @@ def diff(
 
 
 def _side(model: str, topology: Path | None, preset: tuple[str, str | None], overrides: dict[str, Any]) -> Any:
-    from dflash_moe.engine.diff import Side
+    from dflash_moe.proofs.diff import Side
 
     flag, value = preset
     settings = dict(overrides)

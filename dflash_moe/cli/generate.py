@@ -145,7 +145,7 @@ def _complete_with_receipt(
     """Has the prompt completed and writes its receipt. `target` is where to, and what the model was
     called.
     """
-    from dflash_moe.engine.receipt_record import digests_kept, make_receipt
+    from dflash_moe.proofs.receipt_record import digests_kept, make_receipt
 
     params = given.prompts[0].params
     with digests_kept(llm, params.seed or 0) as digests:
@@ -173,7 +173,7 @@ def _token_ids(given: GivenPrompt, tokenizer: Any) -> list[int]:
 
 def _check_lengths(directory: Path, given: GivenPrompts, token_ids: list[list[int]]) -> None:
     """Raises ConfigError for a prompt that is too long for the model, before anything is loaded."""
-    from dflash_moe.engine.host_model import check_length
+    from dflash_moe.forward.host_model import check_length
 
     lengths = [len(ids) + one.params.max_tokens for one, ids in zip(given.prompts, token_ids, strict=True)]
     longest = max(range(len(lengths)), key=lengths.__getitem__)

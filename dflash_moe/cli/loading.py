@@ -18,8 +18,8 @@ from dflash_moe.cli import options
 from dflash_moe.config.values import format_bytes
 
 if TYPE_CHECKING:
-    from dflash_moe.runtime.contents import ContentsReport
-    from dflash_moe.runtime.fleet import LoadingReport
+    from dflash_moe.holders.audit.contents import ContentsReport
+    from dflash_moe.holders.fleet import LoadingReport
 
 # A load that takes less time is not worth a line.
 LINE_EVERY_S = 2.0

@@ -18,7 +18,7 @@ from dflash_moe.cli.loading import doing_shown
 from dflash_moe.cli.model_path import model_path
 from dflash_moe.config.values import format_bytes
 from dflash_moe.errors import ConfigError, shown
-from dflash_moe.model.gguf_header import is_gguf
+from dflash_moe.model.formats.gguf_header import is_gguf
 
 if TYPE_CHECKING:
     from dflash_moe.model.inspect import Inspection

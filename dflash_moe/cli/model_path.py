@@ -90,7 +90,7 @@ def model_path(value: str) -> Path:
 
 def _is_gguf(path: Path) -> bool:
     # As above.
-    from dflash_moe.model.gguf_header import is_gguf
+    from dflash_moe.model.formats.gguf_header import is_gguf
 
     return is_gguf(path)
 

@@ -31,7 +31,7 @@ from dflash_moe.config import SETTINGS, Setting, resolve_settings
 from dflash_moe.errors import ConfigError, printable, shown
 
 if TYPE_CHECKING:
-    from dflash_moe.runtime.threads import ThreadPlan
+    from dflash_moe.holders.threads import ThreadPlan
     from dflash_moe.topology import Topology
 
 ModelOption = Annotated[
@@ -207,7 +207,7 @@ def topology_for(path: Path | None, model: Path, overrides: Mapping[str, Any]) -
     """
     if path is not None:
         return load_topology(path)
-    from dflash_moe.engine.fitted import fit_here
+    from dflash_moe.forward.fitted import fit_here
 
     return fit_here(model, overrides).topology
 
@@ -220,8 +220,8 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     Variables that the user has set stay. Raises ConfigError for the settings and for what
     `check_paths` finds, before seconds of imports.
     """
-    from dflash_moe.runtime.threads import thread_plan
-    from dflash_moe.runtime.transports import check_paths
+    from dflash_moe.holders.threads import thread_plan
+    from dflash_moe.holders.transports import check_paths
 
     settings = resolve_settings(topology.stated_settings, **(overrides or {}))
     topology = topology.with_settings(settings)

@@ -16,7 +16,7 @@ from dflash_moe.cli.loading import doing_shown
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.fitted import Fitted
+    from dflash_moe.forward.fitted import Fitted
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +44,7 @@ def plan(
     directory = options.model_directory(model)
     options.prepare_outputs(write)
     with doing_shown(f"reading {directory.name}"):
-        from dflash_moe.engine.fitted import fit_checkpoint
+        from dflash_moe.forward.fitted import fit_checkpoint
         from dflash_moe.model.checkpoint import Checkpoint
 
         fitted = fit_checkpoint(Checkpoint.open(directory), directory, overrides)

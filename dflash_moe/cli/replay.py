@@ -15,7 +15,7 @@ from dflash_moe.cli.loading import loading_shown
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.replay import Replay
+    from dflash_moe.proofs.replay import Replay
 
 
 def register(app: typer.Typer) -> None:
@@ -48,8 +48,8 @@ def replay(
     and threads are yours. Exit code 1 when something differs, naming the first layer and position;
     2 before any weight is loaded where bits are not promised here, unless --close is given.
     """
-    from dflash_moe.engine.receipt import read_receipt
-    from dflash_moe.engine.replay import replay as run
+    from dflash_moe.proofs.receipt import read_receipt
+    from dflash_moe.proofs.replay import replay as run
 
     found = read_receipt(receipt)
     directory = options.model_directory(model or found.model)

@@ -17,7 +17,7 @@ from dflash_moe.version import __version__
 PROGRAM = "dflash-moe"
 SUMMARY = "Mixture-of-experts models, their experts in other processes."
 # These are the commands by group, in the order of --help. Each is in the module of its name, which
-# is imported when somebody asks for the command.
+# is imported when somebody asks for the command; those that need several files have a folder.
 COMMANDS = {
     "Run a model": {
         "demo": "two workers and a small model: a first look, 2 minutes",
@@ -41,6 +41,7 @@ COMMANDS = {
         "simulate": "failures in virtual time: wrong numbers, hangs",
     },
 }
+FOLDERS = {"bench", "chat", "doctor", "llama"}
 NAMES = tuple(name for commands in COMMANDS.values() for name in commands)
 # What other programs call a command, and what this one says to it.
 ELSEWHERE = {
@@ -71,7 +72,8 @@ class Root(Group):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in NAMES and cmd_name not in self.commands:
             app = Commands()
-            importlib.import_module(f"dflash_moe.cli.{cmd_name}").register(app)
+            module = f"{cmd_name}.{cmd_name}" if cmd_name in FOLDERS else cmd_name
+            importlib.import_module(f"dflash_moe.cli.{module}").register(app)
             self.commands.update(typer.main.get_group(app).commands)
         return self.commands.get(cmd_name)
 

@@ -1,4 +1,4 @@
-"""The state machines of a simulation's workers: those of the product (runtime/membership.py), told
+"""The state machines of a simulation's workers: those of the product (holders/membership.py), told
 and asked in plain values by csrc/simulation.
 
 SPDX-License-Identifier: Apache-2.0
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from dflash_moe.runtime.membership import Event, Happening, Member, RestartPolicy
+from dflash_moe.holders.membership import Event, Happening, Member, RestartPolicy
 
 
 class SimulatedMembers:

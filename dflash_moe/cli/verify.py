@@ -16,7 +16,7 @@ from dflash_moe.cli.loading import Lines, comparing_shown
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.verify_report import VerifyReport
+    from dflash_moe.proofs.verify_report import VerifyReport
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +44,7 @@ def verify(
     """
     directory = options.model_directory(model)
     where = options.topology_for(topology, directory, overrides)
-    from dflash_moe.engine.verify import verify as run
+    from dflash_moe.proofs.verify import verify as run
 
     with comparing_shown() as compare:
         report = run(

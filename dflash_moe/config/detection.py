@@ -1,7 +1,7 @@
 """How long a worker that computes wrong numbers goes unnoticed, as the budget of the audit has it.
 
-A wrong row is noticed when it is one of those that the audit computes again (runtime/audit.py), so
-that the number of rows until then follows from two shares alone.
+A wrong row is noticed when it is one of those that the audit computes again (holders/row_audit.py),
+so that the number of rows until then follows from two shares alone.
 SPDX-License-Identifier: Apache-2.0
 """
 

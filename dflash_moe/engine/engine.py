@@ -21,7 +21,6 @@ from dflash_moe import _core
 from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
-from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.length_limit import LengthLimit, length_limit
 from dflash_moe.engine.prompt_check import LengthWarning, checked_prompt
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
@@ -32,6 +31,7 @@ from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, shown
+from dflash_moe.forward.forward import Forward
 
 log = logging.getLogger(__name__)
 

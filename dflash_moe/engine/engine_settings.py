@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_moe.engine.host_model import HostModel
+from dflash_moe.forward.host_model import HostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dflash_moe.operators.attention_probe import max_positions
 
 if TYPE_CHECKING:
     from dflash_moe.engine.engine_settings import EngineSettings
-    from dflash_moe.engine.forward import Forward
+    from dflash_moe.forward.forward import Forward
 
 
 @dataclass(frozen=True, slots=True)

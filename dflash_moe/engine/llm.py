@@ -16,22 +16,22 @@ from dflash_moe.engine.chat_prompts import ChatPrompts, Message, conversations, 
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.fitted import fit_here
-from dflash_moe.engine.host_model import open_host
-from dflash_moe.engine.kv_budget import most_blocks
 from dflash_moe.engine.prompt_runs import PromptRun, PromptRuns
 from dflash_moe.engine.request_text import RequestText
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.text import Chunk, Completion
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, shown
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.forward.fitted import fit_here
+from dflash_moe.forward.host_model import open_host
+from dflash_moe.forward.kv_budget import most_blocks
 from dflash_moe.integrations.generation import stop_token_ids
 from dflash_moe.integrations.generation_settings import read_generation_settings
 from dflash_moe.integrations.tokenizer import encode, load_tokenizer
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 if TYPE_CHECKING:
-    from dflash_moe.runtime.fleet import LoadingReport
+    from dflash_moe.holders.fleet import LoadingReport
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class LLM:
         on_loading: LoadingReport | None = None, **overrides: Any,
     ) -> None:  # fmt: skip
         """Starts the workers of `topology` and loads the model, which is fitted to this machine
-        where that is None (engine/fitted.py).
+        where that is None (forward/fitted.py).
         `tokenizer` stands in for the checkpoint's own, and `overrides` are settings
         (docs/topology.md). A checkpoint without a tokenizer takes token ids, and its completions
         have no text. Errors are those of `ExpertRuntime.start` and `load_model`.

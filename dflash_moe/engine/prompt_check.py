@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, shown
+from dflash_moe.forward.forward import Forward
 
 log = logging.getLogger(__name__)
 

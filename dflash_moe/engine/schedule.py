@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from dflash_moe.engine.blocks import BlockPool
-from dflash_moe.engine.forward import Forward, TokenSequence
 from dflash_moe.engine.request import Request
-from dflash_moe.engine.sequence import releasable
+from dflash_moe.forward.blocks import BlockPool
+from dflash_moe.forward.forward import Forward, TokenSequence
+from dflash_moe.forward.sequence import releasable
 
 # Packing looks at so many waiting requests, and takes the oldest whatever its length after so many
 # others went before it, so that nobody waits for ever.

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dflash_moe.engine.forward import Forward, RunStep, StepRows
 from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.request import Request
 from dflash_moe.engine.sample import Sampled, Sampler, SampleRow
 from dflash_moe.engine.schedule import PlannedRows, StepPlan
 from dflash_moe.engine.token_masks import MaskThread
 from dflash_moe.errors import DflashError
+from dflash_moe.forward.forward import Forward, RunStep, StepRows
 
 
 @dataclass(frozen=True, slots=True)

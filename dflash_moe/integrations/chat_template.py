@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError, printable, shown
+from dflash_moe.holders.launcher import FOLDER_VARIABLES, ISOLATION, isolated_environment
 from dflash_moe.integrations import template_process
 from dflash_moe.integrations.template_process import LENGTH, MEMORY_BYTES, OUTPUT_BYTES, RENDER_S
 from dflash_moe.model.checkpoint_files import find_gguf
-from dflash_moe.model.gguf_header import read_gguf_header
-from dflash_moe.runtime.launcher import FOLDER_VARIABLES, ISOLATION, isolated_environment
+from dflash_moe.model.formats.gguf_header import read_gguf_header
 
 GGUF_KEY = "tokenizer.chat_template"
 # Of several templates, the one with this name is meant where nobody chose.

@@ -14,7 +14,7 @@ from typing import Any
 from dflash_moe.errors import CheckpointError, shown
 from dflash_moe.model.checkpoint import MAX_CONFIG_BYTES
 from dflash_moe.model.checkpoint_files import find_gguf, read_json
-from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.formats.gguf_header import read_gguf_header
 from dflash_moe.model.refusals import is_file
 
 FILE_NAME = "generation_config.json"

@@ -135,7 +135,7 @@ def _made(target: str, recipe: Any, model: Any, checkpoint: Checkpoint) -> dict[
 
 def _widened(checkpoint: Checkpoint, name: str) -> Any:
     """Returns a tensor in float32 with its own shape. A GGUF format without a rule in
-    model/dequantize.py is left to the gguf package where that is installed.
+    model/formats/dequantize.py is left to the gguf package where that is installed.
     """
     try:
         return torch.from_numpy(checkpoint.values(name))

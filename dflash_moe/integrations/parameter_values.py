@@ -18,8 +18,8 @@ import torch
 from dflash_moe.integrations.host_weights import convert_sources, shaped
 from dflash_moe.model.architecture import find_experts
 from dflash_moe.model.dense_tensors import is_plain
+from dflash_moe.model.formats.weight_formats import FLOATS, STORED_NAMES
 from dflash_moe.model.tensor_names import Conversion
-from dflash_moe.model.weight_formats import FLOATS, STORED_NAMES
 from dflash_moe.telemetry.machine import usable_cores
 
 if TYPE_CHECKING:

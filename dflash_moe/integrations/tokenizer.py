@@ -18,7 +18,7 @@ from typing import Any
 
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, shown
 from dflash_moe.model.checkpoint_files import find_gguf
-from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.formats.gguf_header import read_gguf_header
 from dflash_moe.model.refusals import in_one_line
 
 # A panic of Rust code arrives as this, which is no Exception. Each extension has a class of its

@@ -28,8 +28,8 @@ from dflash_moe.model.gguf_architectures.reading import left_out
 from dflash_moe.protocol.devices import DeviceChoice
 
 if TYPE_CHECKING:
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
     from dflash_moe.model.spec import LayerSpec
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
     from dflash_moe.topology import HostSpec
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import UnsupportedError, shown
 from dflash_moe.model.config_limits import check_counts
-from dflash_moe.model.quantization_methods import check_quantization
+from dflash_moe.model.formats.quantization_methods import check_quantization
 from dflash_moe.model.refusals import refusing
 
 if TYPE_CHECKING:

@@ -20,16 +20,16 @@ import numpy as np
 
 from dflash_moe.errors import CheckpointError, UnsupportedError, shown
 from dflash_moe.model.checkpoint_files import INDEX_NAME, find_gguf, list_safetensors, read_json
-from dflash_moe.model.dequantize import dequantize, widened
-from dflash_moe.model.gguf_header import read_gguf_header
-from dflash_moe.model.packed_integers import integer_weights
-from dflash_moe.model.packed_tensors import check_packed, join_packed
+from dflash_moe.model.formats.dequantize import dequantize, widened
+from dflash_moe.model.formats.gguf_header import read_gguf_header
+from dflash_moe.model.formats.packed_integers import integer_weights
+from dflash_moe.model.formats.packed_tensors import check_packed, join_packed
+from dflash_moe.model.formats.safetensors_header import read_header
+from dflash_moe.model.formats.scaled_tensors import join_scales
+from dflash_moe.model.formats.stored_tensor import ScaleInfo, TensorInfo
+from dflash_moe.model.formats.stub_pages import Stub, find_stub
+from dflash_moe.model.formats.weight_formats import STORED_NAMES, is_requantised
 from dflash_moe.model.refusals import is_file, is_folder
-from dflash_moe.model.safetensors_header import read_header
-from dflash_moe.model.scaled_tensors import join_scales
-from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
-from dflash_moe.model.stub_pages import Stub, find_stub
-from dflash_moe.model.weight_formats import STORED_NAMES, is_requantised
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:

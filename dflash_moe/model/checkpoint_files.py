@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import CheckpointError, DflashError, shown
-from dflash_moe.model.gguf_header import is_gguf
+from dflash_moe.model.formats.gguf_header import is_gguf
+from dflash_moe.model.formats.safetensors_header import MAX_HEADER_BYTES
 from dflash_moe.model.refusals import is_file
-from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES
 from dflash_moe.named_files import open_named
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash_moe.model.dequantize import dequantize
 from dflash_moe.model.expert_tensors import matrix_source, slice_source
+from dflash_moe.model.formats.dequantize import dequantize
+from dflash_moe.model.formats.weight_formats import FLOATS, FORMATS, STORED_NAMES
 from dflash_moe.model.tensor_names import Conversion
-from dflash_moe.model.weight_formats import FLOATS, FORMATS, STORED_NAMES
 
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint

@@ -13,9 +13,9 @@ from typing import Any
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
-from dflash_moe.model.scaled_experts import scaled_source
-from dflash_moe.model.stored_tensor import TensorInfo
-from dflash_moe.model.weight_formats import FLOATS, FORMATS, FP8_BLOCK, STORED_NAMES, common_format
+from dflash_moe.model.formats.scaled_experts import scaled_source
+from dflash_moe.model.formats.stored_tensor import TensorInfo
+from dflash_moe.model.formats.weight_formats import FLOATS, FORMATS, FP8_BLOCK, STORED_NAMES, common_format
 
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 

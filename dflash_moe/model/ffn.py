@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe.errors import ProtocolError
-from dflash_moe.model.weight_formats import FLOATS, FORMATS, WeightFormat, split_formats
+from dflash_moe.model.formats.weight_formats import FLOATS, FORMATS, WeightFormat, split_formats
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "identity", "sigmoid", "quick_gelu")
 GATES = ("none", "gated", "clamped_swiglu")

@@ -2,8 +2,8 @@
 transformers, for programs that compute the rest of the model themselves.
 
 Layers and sizes are those of the tensors blk.N.ffn_{gate,up,down,gate_up}_exps, and the formula is
-that of the architecture (`gguf_formulas.py`). What our workers cannot compute is left out by name
-with the reason, and stays with the program.
+that of the architecture (gguf_architectures/expert_formulas.py). What our workers cannot compute is
+left out by name with the reason, and stays with the program.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,12 +20,12 @@ from dflash_moe.errors import CheckpointError, ProtocolError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_tensors import check_expert
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
-from dflash_moe.model.gguf_formulas import FORMULAS, OAI_ALPHA, OAI_LIMIT, REFUSED, ExpertFormula
-from dflash_moe.model.gguf_header import BLOCK_TYPES
+from dflash_moe.model.formats.gguf_header import BLOCK_TYPES
+from dflash_moe.model.formats.stored_tensor import TensorInfo
+from dflash_moe.model.formats.stub_pages import MAX_EXPERTS
+from dflash_moe.model.formats.weight_formats import STORED_NAMES, join_formats
+from dflash_moe.model.gguf_architectures.expert_formulas import FORMULAS, OAI_ALPHA, OAI_LIMIT, REFUSED, ExpertFormula
 from dflash_moe.model.spec import LayerSpec, ModelSpec
-from dflash_moe.model.stored_tensor import TensorInfo
-from dflash_moe.model.stub_pages import MAX_EXPERTS
-from dflash_moe.model.weight_formats import STORED_NAMES, join_formats
 
 # llama.cpp's own activations have this dtype.
 DTYPE = "f32"

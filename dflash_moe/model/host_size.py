@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_moe.model.stored_tensor import TensorInfo
-from dflash_moe.model.weight_formats import FLOATS, FORMATS, STORED_NAMES, WeightFormat
+from dflash_moe.model.formats.stored_tensor import TensorInfo
+from dflash_moe.model.formats.weight_formats import FLOATS, FORMATS, STORED_NAMES, WeightFormat
 
 if TYPE_CHECKING:
     from dflash_moe.model.architecture import Architecture

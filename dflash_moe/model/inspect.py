@@ -13,10 +13,10 @@ from typing import Any
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.architecture import find_model_class, load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.formats.weight_formats import FORMATS, RESIDENT_CHOICES
 from dflash_moe.model.gguf_architectures.reading import left_out
 from dflash_moe.model.host_size import DenseSize, dense_size
 from dflash_moe.model.spec import LayerSpec, ModelSpec, spec_of
-from dflash_moe.model.weight_formats import FORMATS, RESIDENT_CHOICES
 
 GIB = 1 << 30
 # Cards and machines in use have these amounts of memory.

@@ -18,10 +18,10 @@ from dflash_moe.model.architecture import Architecture, load_architecture
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_tensors import check_expert, stored_format
 from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.model.formats.scaled_tensors import INPUT_SCALE
+from dflash_moe.model.formats.weight_formats import FLOATS, common_format, join_formats, resident_formats
 from dflash_moe.model.gates import Formula, recognise
-from dflash_moe.model.scaled_tensors import INPUT_SCALE
 from dflash_moe.model.tensor_names import Conversion
-from dflash_moe.model.weight_formats import FLOATS, common_format, join_formats, resident_formats
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.formats.stored_tensor import TensorInfo
+from dflash_moe.model.formats.stub_pages import LEAST_MARKED_BYTES, holds_experts, page, region
 from dflash_moe.model.gguf_experts import gguf_experts
-from dflash_moe.model.stored_tensor import TensorInfo
-from dflash_moe.model.stub_pages import LEAST_MARKED_BYTES, holds_experts, page, region
 
 STEP_BYTES = 8 << 20
 # File systems keep data in blocks of this size, and a short region may lie in two.

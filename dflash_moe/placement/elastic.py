@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import ConfigError
-from dflash_moe.model.weight_formats import mapped_only
+from dflash_moe.model.formats.weight_formats import mapped_only
 from dflash_moe.topology import HOST
 
 if TYPE_CHECKING:

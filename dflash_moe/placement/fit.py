@@ -2,7 +2,7 @@
 each layer. It moves whole layers, so that the experts of a layer are one shard wherever they are.
 
 It is pure arithmetic: what a model takes and what a machine has come from the caller
-(engine/fitted.py). The bits of a result do not depend on how many layers fit a card (decision 46).
+(forward/fitted.py). The bits of a result do not depend on how many layers fit a card (decision 46).
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.model.weight_formats import mapped_only, not_on_cards
+from dflash_moe.model.formats.weight_formats import mapped_only, not_on_cards
 from dflash_moe.placement.shards import PlacedLayer, Placement, Shard
 from dflash_moe.topology import HOST, Topology
 

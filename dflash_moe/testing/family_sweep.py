@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from dflash_moe.engine.eager_pass import model_logits
-from dflash_moe.engine.forward import StepRows
-from dflash_moe.engine.host_model import HostModel, open_host
 from dflash_moe.errors import DflashError, UnsupportedError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.forward.forward import StepRows
+from dflash_moe.forward.host_model import HostModel, open_host
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.make import NUM_BYTES
 from dflash_moe.model.progress import quiet_progress
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.proofs.eager_pass import model_logits
 from dflash_moe.testing.odd_models import odd_model, rotary_width, source_of
 from dflash_moe.testing.odd_settings import TOKENS, OddSetting, odd_settings
 from dflash_moe.topology import Topology

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.dequantize import dequantize
+from dflash_moe.model.formats.dequantize import dequantize
 from dflash_moe.testing.weight_blocks import random_blocks
 
 # The gguf package can quantise to these formats. Blocks of others are random: a test needs valid

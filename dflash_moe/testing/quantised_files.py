@@ -15,8 +15,8 @@ import numpy as np
 
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.checkpoint_files import SINGLE_NAME
-from dflash_moe.model.dequantize import E2M1, E4M3
-from dflash_moe.model.weight_formats import FP8_BLOCK, MXFP4_BLOCK
+from dflash_moe.model.formats.dequantize import E2M1, E4M3
+from dflash_moe.model.formats.weight_formats import FP8_BLOCK, MXFP4_BLOCK
 
 Array = np.ndarray[Any, Any]
 

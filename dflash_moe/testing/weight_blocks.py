@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_moe.model.weight_formats import FORMATS
+from dflash_moe.model.formats.weight_formats import FORMATS
 
 # A block has its float16 factors at these bytes, and an exponent at the byte of _EXPONENT.
 _FACTORS = {"q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}

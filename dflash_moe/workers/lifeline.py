@@ -1,7 +1,7 @@
 """Ties the life of a started worker to its host: the kernel kills it when its parent dies, it
 ignores Ctrl-C, and a crash leaves a trace in its log.
 
-The kernel's signal comes when the launcher thread of the host ends, which runtime/launcher.py keeps
+The kernel's signal comes when the launcher thread of the host ends, which holders/launcher.py keeps
 alive. The hang-up of the control connection covers the rest, so that a worker whose host died is
 gone within 2 s even while it computes.
 SPDX-License-Identifier: Apache-2.0

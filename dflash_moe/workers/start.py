@@ -8,7 +8,7 @@ found by its file and not by the path: it need not be installed, and its folder 
 path.
 
 Run as `python start.py dflash_moe worker --name NAME --model DIR --control-fd N --key-fd N
---parent-pid N` by runtime/launcher.py and nobody else. So the line is taken as it is: to import
+--parent-pid N` by holders/launcher.py and nobody else. So the line is taken as it is: to import
 what parses a person's command line would make a start longer by a fifth. The first two arguments
 only say what it is in lists of processes.
 SPDX-License-Identifier: Apache-2.0

@@ -188,10 +188,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "call listener.accept": "bounded: the listener has a timeout of five seconds",
         "call os.waitpid": _KILLED,
     },
-    "dflash_moe/cli/chat_terminal.py": {
+    "dflash_moe/cli/chat/terminal.py": {
         "lock self._lock": "bounded: held over one write to the terminal, which a notice waits for on stderr as well",
     },
-    "dflash_moe/cli/llama_program.py": {
+    "dflash_moe/cli/llama/program.py": {
         "call self._process.poll": "bounded: Popen.poll asks whether the child has ended and does not wait",
     },
     "dflash_moe/cli/loading.py": {
@@ -212,14 +212,14 @@ KNOWN: dict[str, dict[str, str]] = {
         "call os.read": "bounded: the pipe does not block, and select before it has the deadline",
         "call os.write": "bounded: the pipe does not block, and select before it has the deadline",
     },
-    "dflash_moe/engine/rotary_tables.py": {
+    "dflash_moe/forward/rotary_tables.py": {
         "lock self._lock": "bounded: held while tables of cosines are computed; nobody waits for anything else within it",
     },
     "dflash_moe/engine/token_masks.py": {
         "call self._condition.wait": "bounded: it waits for requests for as long as its engine lives; close() wakes it",
         "lock self._condition": "bounded: held over tables and a thread's start; masks are asked without it, waits give it up",
     },
-    "dflash_moe/engine/two_halves.py": {
+    "dflash_moe/forward/two_halves.py": {
         "call jobs.get": "bounded: it waits for halves for as long as its model lives; close() and its end put None",
     },
     "dflash_moe/integrations/parameter_values.py": {
@@ -241,69 +241,69 @@ KNOWN: dict[str, dict[str, str]] = {
         "call self._sock.recvmsg": "bounded: called with MSG_DONTWAIT among its flags",
         "call socket.send_fds": "bounded: few bytes on a Unix socket whose buffer has room, whether or not the peer reads",
     },
-    "dflash_moe/runtime/client_calls.py": {
+    "dflash_moe/holders/client_calls.py": {
         "lock self._lock": "bounded: held over calls of the client that take its turn for microseconds, and wait for nothing",
     },
-    "dflash_moe/runtime/contents.py": {"lock self._lock": "straight: looks up and keeps one value, and nothing is called"},
-    "dflash_moe/runtime/dialing.py": {
+    "dflash_moe/holders/audit/contents.py": {"lock self._lock": "straight: looks up and keeps one value, calls nothing"},
+    "dflash_moe/holders/dialing.py": {
         "call sock.connect": "bounded: the socket has a timeout of CONNECT_S at most, set before",
     },
-    "dflash_moe/runtime/expert_call.py": {
+    "dflash_moe/experts/expert_call.py": {
         "call self._call.result": "bounded: the core's call is done at this point, so it answers at once",
         "call call.result": "bounded: the core's call is done at this point, so it answers at once",
     },
-    "dflash_moe/runtime/fleet.py": {
+    "dflash_moe/holders/fleet.py": {
         "call future.exception": "bounded: asked of futures that wait() has said are done",
         "call session.connect": "bounded: takes timeout_s, the start's limit, as its argument",
         "leave ThreadPoolExecutor": "bounded: each step of a start has the start's limit; a failed one ends the others",
     },
-    "dflash_moe/runtime/handover_socket.py": {
+    "dflash_moe/handover/handover_socket.py": {
         "call self._listener.accept": "bounded: the listening socket is non-blocking",
     },
-    "dflash_moe/runtime/holder_lists.py": {
+    "dflash_moe/holders/holder_lists.py": {
         "lock self._lock": "bounded: held over one call of the client, which takes its turn for microseconds",
     },
-    "dflash_moe/runtime/host_fallback.py": {
+    "dflash_moe/holders/host_fallback.py": {
         "lock self._lock": "bounded: held over fields of stand-ins and a thread that is made, not started",
     },
-    "dflash_moe/runtime/local_worker.py": {
+    "dflash_moe/holders/local_worker.py": {
         "lock self._lock": "bounded: held while what serves is ended or begun, for STOP_S at most where a thread does not end",
     },
-    "dflash_moe/runtime/launcher.py": {
+    "dflash_moe/holders/launcher.py": {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",
         "call outcome.exception": "bounded: called back when the outcome is there, so it answers at once",
         "call outcome.result": "bounded: called back when the outcome is there, so it answers at once",
         "lock self._lock": "bounded: held over a put on a queue without a limit, which never waits",
         "call self._orders.get": "bounded: it waits for orders for as long as its runtime lives; close() sends the last one",
     },
-    "dflash_moe/runtime/control.py": {
+    "dflash_moe/holders/control.py": {
         "lock self._lock": "straight: adds a thread to a set, takes one out, or copies the set",
         "call listener.accept": "bounded: the listener is non-blocking, and poll has said that somebody is there",
         "call poller.poll": "bounded: it waits for orders for as long as its runtime lives; close() shuts the socket down",
     },
-    "dflash_moe/runtime/elastic.py": {
+    "dflash_moe/holders/elastic.py": {
         "lock self._lock": "bounded: held over changes of tables and calls of the client, whose turn comes within a tick",
     },
-    "dflash_moe/runtime/kept_worker.py": {
+    "dflash_moe/holders/kept_worker.py": {
         "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
     },
-    "dflash_moe/runtime/audit.py": {
+    "dflash_moe/holders/row_audit.py": {
         "call poller.poll": "bounded: it waits for copies for as long as its runtime lives; call_off() rings the same bell",
         "lock self._lock": "bounded: held over a table of workers, a tap's own short lock, or a non-blocking bell",
     },
-    "dflash_moe/runtime/golden.py": {
+    "dflash_moe/holders/audit/golden.py": {
         "lock self._computing_lock": "bounded: held while one row is computed, which loads the row's few experts",
         "lock self._lock": "straight: counts a comparison, and nothing is called",
     },
-    "dflash_moe/runtime/host_twin.py": {
+    "dflash_moe/holders/audit/host_twin.py": {
         "lock self._lock": "bounded: held while one row is computed, which loads the row's few experts",
     },
-    "dflash_moe/runtime/step_replay.py": {"lock self._lock": "straight: counts or copies counts, and nothing is called"},
-    "dflash_moe/runtime/supervisor.py": {
+    "dflash_moe/experts/step_replay.py": {"lock self._lock": "straight: counts or copies counts, and nothing is called"},
+    "dflash_moe/handover/supervisor.py": {
         "call socket.accept": "bounded: takes timeout_s, one tick of the accepting thread, as its argument",
         "lock self._lock": "bounded: held over the fields of a worker and the start of a thread; nothing in it waits",
     },
-    "dflash_moe/runtime/worker_keeper.py": {
+    "dflash_moe/holders/worker_keeper.py": {
         "lock self._lock": "bounded: held over a state machine's step, reads of it, or a non-blocking bell; none of them waits",
     },
     "dflash_moe/telemetry/logs.py": {

@@ -20,13 +20,16 @@ PACKAGE = "dflash_moe"
 _GROUND = {"errors", "named_files", "telemetry"}
 _SETTINGS = _GROUND | {"config", "topology"}
 _DESCRIPTION = _SETTINGS | {"protocol", "model"}
-_EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
-# The model's own operators, what runs whole models, and the engine that batches requests.
-_HOST = _EXECUTION | {"operators", "integrations", "engine"}
+_SHARDS = _DESCRIPTION | {"placement"}
+_CALLS = _SHARDS | {"holders", "experts"}
+# What runs a model's own layers, what runs whole models, and the engine that batches requests.
+_MODELS = _CALLS | {"operators", "integrations"}
+_HOST = _MODELS | {"forward", "engine", "proofs", "handover", "workers"}
 
 # Each room may import these rooms. `_core` is below everything, and `errors` is what it raises.
 # `_measure`, the extension that only measures, is for benchmarks. `_simulation`, which simulates
-# failures, is for its command.
+# failures, is for its command. A folder inside a room that has a line here is a room of its own:
+# whoever may import the outer one may import it, but the outer one itself must say so.
 MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
@@ -35,14 +38,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": _GROUND,
     "topology": _GROUND | {"config"},
     "protocol": _SETTINGS,
-    "model": _SETTINGS,
-    "placement": _SETTINGS | {"model"},
-    "runtime": _DESCRIPTION | {"placement"},
-    "workers": _DESCRIPTION | {"placement"},
+    "model/formats": _SETTINGS,
+    "model": _SETTINGS | {"model/formats"},
+    "placement": _DESCRIPTION,
+    "workers": _DESCRIPTION,
+    # Whether a holder computes the right numbers; how holders are started is nothing to it.
+    "holders/audit": _SHARDS,
+    "holders": _SHARDS | {"holders/audit"},
+    "experts": _SHARDS | {"holders"},
+    "handover": _CALLS,
     # Operators of a host's own model. Workers are nothing to them, and what calls them is above.
-    "operators": _DESCRIPTION | {"placement", "runtime"},
-    "integrations": _EXECUTION | {"operators"},
-    "engine": _EXECUTION | {"operators", "integrations"},
+    "operators": _DESCRIPTION,
+    "operators/layers": _DESCRIPTION | {"operators"},
+    "integrations": _CALLS | {"operators"},
+    "forward": _MODELS,
+    "engine": _MODELS | {"forward"},
+    "proofs": _MODELS | {"forward", "engine"},
     "bench": _HOST | {"testing", "_measure"},
     "testing": _HOST,
     "cli": _HOST | {"bench", "_simulation"},
@@ -52,11 +63,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 EVERYBODY_MAY_IMPORT = {"_core", "version"}
 
 # Some rooms may import these packages, but always inside a function, because importing ours must
-# work without them. `operators`, `integrations`, `engine` and `testing` are themselves imported
-# inside functions, and may do it at the top.
+# work without them. What runs models is itself imported inside functions, and may do it at the top.
 HEAVY = {"torch", "transformers", "tokenizers", "matplotlib"}
-HEAVY_AT_TOP = {"operators", "integrations", "engine", "testing"}
-HEAVY_IN_FUNCTIONS = {"model", "runtime", "bench", "cli"} | HEAVY_AT_TOP
+HEAVY_AT_TOP = {"operators", "operators/layers", "integrations", "forward", "engine", "proofs", "testing"}
+HEAVY_IN_FUNCTIONS = {"model", "model/formats", "experts", "bench", "cli"} | HEAVY_AT_TOP
 
 
 def find(root: Path) -> list[str]:
@@ -79,8 +89,10 @@ def _findings_of_file(path: Path, root: Path) -> list[str]:
     for target, line, at_top in imports_of(path, where):
         top_level = target[0]
         if top_level == PACKAGE:
-            other = target[1] if len(target) > 1 else "__init__"
-            if other not in allowed and not (other == "__init__" and room in {"cli", "testing", "bench", "__main__"}):
+            other = _room(target[1:]) if len(target) > 1 else "__init__"
+            outer = other.split("/")[0]
+            is_allowed = other in allowed or (outer in allowed and outer != room)
+            if not is_allowed and not (other == "__init__" and room in {"cli", "testing", "bench", "__main__"}):
                 findings.append(f"{where}:{line}: {room} must not import {other}; the arrows are in tests/checks/layers.py")
         elif top_level in HEAVY:
             if room not in HEAVY_IN_FUNCTIONS:
@@ -94,7 +106,12 @@ def room_of(where: Path) -> str:
     """Returns the room of a file, whose path is relative to the repository: its folder, or its own
     name directly below the package.
     """
-    return where.parts[1].removesuffix(".py")
+    return _room((*where.parts[1:-1], where.stem))
+
+
+def _room(parts: tuple[str, ...]) -> str:
+    inner = "/".join(parts[:2])
+    return inner if inner in MAY_IMPORT else parts[0]
 
 
 def imports_of(path: Path, where: Path) -> Iterator[tuple[tuple[str, ...], int, bool]]:

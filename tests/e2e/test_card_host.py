@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dflash_moe import ConfigError, DflashError, ExpertRuntime, Topology
-from dflash_moe.engine.forward import OutOfBlocks, PackedForward, StepRows
-from dflash_moe.engine.host_model import HostModel, open_host
+from dflash_moe.forward.forward import OutOfBlocks, PackedForward, StepRows
+from dflash_moe.forward.host_model import HostModel, open_host
 from dflash_moe.integrations.transformers import ExpertRoute, expert_calls
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
@@ -333,7 +333,7 @@ def test_a_dtype_of_pages_that_overflows_unseen_is_refused():
 
 def test_a_host_of_a_card_generates_tokens_and_says_what_is_stored(opened):
     from dflash_moe.engine.generation import generate_tokens
-    from dflash_moe.engine.sequence_run import run_digest
+    from dflash_moe.forward.sequence_run import run_digest
 
     steps = list(generate_tokens(opened.host, prompt(), max_new_tokens=4))
     assert steps[0].token_id == int(eager_logits(opened.arch)[-1].argmax())

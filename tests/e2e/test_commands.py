@@ -163,7 +163,7 @@ def test_a_model_without_pages_says_so_at_the_start(two_workers, capsys):
     ],
 )
 def test_json_lines_that_cannot_be_computed_are_refused_before_anything_is_loaded(line, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dflash_moe.runtime.expert_runtime.ExpertRuntime.start", lambda *_, **__: pytest.fail("it loads"))
+    monkeypatch.setattr("dflash_moe.experts.expert_runtime.ExpertRuntime.start", lambda *_, **__: pytest.fail("it loads"))
     path = tmp_path / "p.jsonl"
     path.write_text(f'"a"\n{line}\n')
     assert run(["generate", "--model", str(MODEL), "--prompt-file", str(path)]) == 2

@@ -19,11 +19,11 @@ pytest.importorskip("transformers")
 
 from dflash_moe import Topology, _core
 from dflash_moe.cli.main import run
-from dflash_moe.engine.diff import Side, diff
-from dflash_moe.engine.diff_report import DiffReport
 from dflash_moe.errors import ConfigError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.make import make_checkpoint
+from dflash_moe.proofs.diff import Side, diff
+from dflash_moe.proofs.diff_report import DiffReport
 from dflash_moe.testing.families import tiny_options
 from tests.host_models import checkpoint
 

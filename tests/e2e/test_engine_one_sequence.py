@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dflash_moe import ExpertRuntime
-from dflash_moe.engine.host_model import HostModel, open_host
-from dflash_moe.engine.one_sequence import OneSequenceForward, _tensor_bytes, measure_cache
+from dflash_moe.forward.host_model import HostModel, open_host
+from dflash_moe.forward.one_sequence import OneSequenceForward, _tensor_bytes, measure_cache
 from dflash_moe.integrations.transformers import load_model, without_experts
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.operators.report import TakeoverReport

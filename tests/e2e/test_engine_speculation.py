@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_moe.engine.host_model import open_host
+from dflash_moe.forward.host_model import open_host
 from tests.engine_runs import CASES, Alone, Asked, asked, come_and_go, engine_run
 from tests.host_models import checkpoint, start
 

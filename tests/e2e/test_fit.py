@@ -19,14 +19,14 @@ pytest.importorskip("transformers")
 import dflash_moe as dm
 from dflash_moe.cli.main import run
 from dflash_moe.config import Settings
-from dflash_moe.engine import fitted
 from dflash_moe.errors import ConfigError
+from dflash_moe.forward import fitted
+from dflash_moe.forward.machine_cards import find_cards, look_at_card
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.sizing import model_sizes
 from dflash_moe.model.spec import model_spec
 from dflash_moe.placement.fit import Card, FitModel, FitWishes, Machine, fit
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.runtime.machine_cards import find_cards, look_at_card
 from tests.host_models import checkpoint
 
 GIB = 1 << 30

@@ -45,12 +45,12 @@ def file(tmp_path_factory):
 def test_heads_are_those_of_the_file(file, monkeypatch):
     import torch
 
-    from dflash_moe.engine import host_model
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
+    from dflash_moe.forward import host_model
     from dflash_moe.model.architecture import load_architecture
     from dflash_moe.model.checkpoint import Checkpoint
     from dflash_moe.model.dense_tensors import stored_latents
     from dflash_moe.model.spec import model_spec
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
     from dflash_moe.topology import Topology
 
     checkpoint = Checkpoint.open(file)
@@ -69,7 +69,7 @@ def test_heads_are_those_of_the_file(file, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_the_model_passes_verify(file, dtype):
-    from dflash_moe.engine.verify import verify
+    from dflash_moe.proofs.verify import verify
     from dflash_moe.topology import Topology
 
     assert verify(file, Topology.local(1), dtype=dtype).excesses == []

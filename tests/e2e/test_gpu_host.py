@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dflash_moe import ConfigError, ExpertRuntime, Topology, TopologyError, UnsupportedError, _core
+from dflash_moe.experts.device_tensors import DeviceTensors, open_host_device
+from dflash_moe.experts.layer_table import LayerShape
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.runtime.device_tensors import DeviceTensors, open_host_device
-from dflash_moe.runtime.layer_table import LayerShape
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -167,7 +167,7 @@ def test_a_simulated_device_copies_between_foreign_and_pinned_memory():
     [("", "", "read-only"), ("sealed: no", "", "writable"), ("sealed: no", "open: neither", "none")],
 )
 def test_doctor_says_how_device_steps_would_use_the_workers_memory(monkeypatch, sealed, opened, registration):
-    from dflash_moe.cli.doctor import REGISTRATIONS, examine, print_findings
+    from dflash_moe.cli.doctor.doctor import REGISTRATIONS, examine, print_findings
 
     real = open_host_device(DeviceChoice("sim", 0, "cuda"))
     assert real.refuses_replies(is_open=False) == real.refuses_replies(is_open=True) == ""
@@ -178,7 +178,7 @@ def test_doctor_says_how_device_steps_would_use_the_workers_memory(monkeypatch, 
         def refuses_replies(self, *, is_open):
             return opened if is_open else sealed
 
-    monkeypatch.setattr("dflash_moe.runtime.device_tensors.open_host_device", lambda choice: Choosy())
+    monkeypatch.setattr("dflash_moe.experts.device_tensors.open_host_device", lambda choice: Choosy())
     found = examine(Topology.parse(TOPOLOGY % (SIMULATED % "cuda")))
     assert found["host_device"]["registration"] == registration
     assert any("only staged calls: open: neither" in problem for problem in found["problems"]) == (registration == "none")
@@ -187,7 +187,7 @@ def test_doctor_says_how_device_steps_would_use_the_workers_memory(monkeypatch, 
 
 
 def test_doctor_reports_a_device_that_does_not_exist(capsys):
-    from dflash_moe.cli.doctor import examine, print_findings
+    from dflash_moe.cli.doctor.doctor import examine, print_findings
 
     found = examine(Topology.parse(TOPOLOGY % (SIMULATED.replace("sim:0", "sim:3") % "cuda")))
     assert not found["host_device"]["available"]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dflash_moe import ExpertRuntime, Topology
-from dflash_moe.engine.host_model import HostModel, open_host
+from dflash_moe.forward.host_model import HostModel, open_host
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.operators.report import Finding

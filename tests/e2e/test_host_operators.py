@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dflash_moe.engine.block_hashes import BlockHashes
-from dflash_moe.engine.forward import PackedForward, StepRows
-from dflash_moe.engine.host_model import HostModel, open_host
 from dflash_moe.errors import DflashError
+from dflash_moe.experts.expert_call import BoundExperts
+from dflash_moe.forward.block_hashes import BlockHashes
+from dflash_moe.forward.forward import PackedForward, StepRows
+from dflash_moe.forward.host_model import HostModel, open_host
 from dflash_moe.integrations.transformers import ExpertRoute
-from dflash_moe.runtime.expert_call import BoundExperts
 from tests.host_models import ORIGINAL_MAX, PROMPT_TOKENS, checkpoint, forward_part, logits_of, parts_of, prompt, start
 
 pytestmark = pytest.mark.transformers

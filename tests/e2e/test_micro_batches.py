@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from dflash_moe.engine import micro_batches
-from dflash_moe.engine.forward import PackedForward, StepRows
-from dflash_moe.engine.half_steps import Cut
-from dflash_moe.engine.half_turns import HalfTurns
-from dflash_moe.engine.host_model import open_host
 from dflash_moe.errors import DflashError, EngineError, WorkerLost
+from dflash_moe.experts.expert_call import BoundExperts
+from dflash_moe.forward import micro_batches
+from dflash_moe.forward.forward import PackedForward, StepRows
+from dflash_moe.forward.half_steps import Cut
+from dflash_moe.forward.half_turns import HalfTurns
+from dflash_moe.forward.host_model import open_host
 from dflash_moe.integrations.transformers import ExpertRoute
 from dflash_moe.model.architecture import find_experts
-from dflash_moe.runtime.expert_call import BoundExperts
 from tests.host_models import checkpoint, prompt, start
 
 pytestmark = pytest.mark.transformers

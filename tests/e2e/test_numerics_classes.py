@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_moe import ExpertRuntime, Topology, TopologyError, UnsupportedError, _core
-from dflash_moe.runtime import launcher
+from dflash_moe.holders import launcher
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology.numerics import class_on
 from tests.expert_cases import Batch, Expected

@@ -12,8 +12,8 @@ import re
 import pytest
 import torch
 
-from dflash_moe.engine.host_model import open_host
 from dflash_moe.errors import DflashError, UnsupportedError
+from dflash_moe.forward.host_model import open_host
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.testing.families import REQUIRED, families_on_interface

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from dflash_moe import ExpertRuntime
-from dflash_moe.engine.host_model import HostModel, open_host
+from dflash_moe.forward.host_model import HostModel, open_host
 from tests.engine_runs import Alone, Asked, asked, engine_run
 from tests.host_models import ORIGINAL_MAX, checkpoint, topology
 

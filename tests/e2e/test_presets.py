@@ -19,9 +19,9 @@ pytest.importorskip("torch")
 import dflash_moe as dm
 from dflash_moe import _core
 from dflash_moe.cli.main import run
-from dflash_moe.engine.verify import verify
 from dflash_moe.model.make import MakeOptions, make_checkpoint
-from dflash_moe.operators.reads import packed_linears
+from dflash_moe.operators.layers.reads import packed_linears
+from dflash_moe.proofs.verify import verify
 from dflash_moe.testing import gguf_files
 from dflash_moe.testing.gguf_files import write_gguf
 from dflash_moe.testing.tiny import routed_batch

@@ -19,10 +19,10 @@ pytest.importorskip("transformers")
 
 from dflash_moe import Topology, _core
 from dflash_moe.cli.main import run
-from dflash_moe.engine.receipt import Receipt, read_receipt
-from dflash_moe.engine.replay import Replay, replay
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.proofs.receipt import Receipt, read_receipt
+from dflash_moe.proofs.replay import Replay, replay
 from tests.host_models import checkpoint
 
 MODEL = Path(__file__).parents[2] / "bench" / "demo_model" / "dflash_moe_demo" / "model"

@@ -18,8 +18,8 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import NUM_EXPERTS, Expected, make_batch, make_checkpoint, tiny_spec
 

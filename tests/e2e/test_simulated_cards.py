@@ -75,7 +75,7 @@ def test_the_topologies_of_real_machines_run_with_simulated_cards(spec, name):
 @pytest.mark.transformers
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
 def test_a_model_on_a_processor_and_cards_of_both_vendors_has_parity_with_its_own_experts(arch, tmp_path):
-    from dflash_moe.engine.verify import verify
+    from dflash_moe.proofs.verify import verify
 
     make_checkpoint(tiny_options(arch), tmp_path)
     topology = Topology.parse(
@@ -208,7 +208,7 @@ def test_int8_activations_give_the_same_bits_whoever_of_processor_and_cards_hold
 
 
 def test_too_little_memory_of_the_device_names_worker_device_shortfall_and_what_fits(spec, monkeypatch):
-    bounds = "dflash_moe.runtime.memory_check._memory_bounds"
+    bounds = "dflash_moe.holders.memory_check._memory_bounds"
     monkeypatch.setattr(bounds, lambda member: [1000] if member.name == "green" else [])
     topology = Topology.parse("version: 1\nworkers: [{name: green, backend: sim, simulate: cuda}]")
     with pytest.raises(ConfigError, match=r"worker green on device sim:0 \(.*\) need .* short, 0 of the 18 experts fit"):

@@ -11,9 +11,9 @@ import re
 import pytest
 
 from dflash_moe.cli.main import run
+from dflash_moe.holders.audit import contents
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.operators.report import OPERATORS
-from dflash_moe.runtime import contents
 from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
@@ -63,7 +63,7 @@ def test_logits_are_reported_and_not_judged_where_pages_round(checkpoint, tmp_pa
 
 
 def test_a_model_that_computes_its_experts_itself_is_an_error(checkpoint, capsys, monkeypatch):
-    from dflash_moe.engine import verify
+    from dflash_moe.proofs import verify
 
     plain = verify.open_host
     monkeypatch.setattr(verify, "open_host", lambda path, runtime: verify.HostModel(*_local(plain(path, runtime))))

@@ -34,7 +34,7 @@ def mixtral(tmp_path_factory):
 
 
 def verified(directory, first: str, second: str, dtype: str, **overrides: object):
-    from dflash_moe.engine.verify import verify
+    from dflash_moe.proofs.verify import verify
 
     lines = "".join(f"  - {{name: w{at}, threads: 1, address: loopback, {more}}}\n" for at, more in enumerate((first, second)))
     return verify(directory, Topology.parse(f"version: 1\nworkers:\n{lines}"), dtype=dtype, overrides=overrides)
@@ -65,7 +65,7 @@ def test_classes_that_meet_in_one_layer_are_judged_each_by_its_own_truth(mixtral
 
 
 def test_another_rounding_than_the_classs_is_an_excess(mixtral, monkeypatch):
-    from dflash_moe.integrations import rounded_inputs
+    from dflash_moe.proofs import rounded_inputs
 
     monkeypatch.setitem(rounded_inputs._ROUNDINGS, "bf16", rounded_inputs.to_int8_groups)
     report = verified(mixtral, "activations: bf16", "activations: bf16", "f32", cpu_isa="reference")

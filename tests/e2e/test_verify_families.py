@@ -24,7 +24,7 @@ FIRST = ("qwen3_moe", "gpt_oss", "deepseek_v3")
     "arch", [*FIRST, *(pytest.param(arch, marks=pytest.mark.long) for arch in REQUIRED if arch not in FIRST)]
 )
 def test_a_family_has_parity(arch, tmp_path):
-    from dflash_moe.engine.verify import verify
+    from dflash_moe.proofs.verify import verify
 
     make_checkpoint(tiny_options(arch), tmp_path)
     for dtype in ("f32", "bf16"):

@@ -54,8 +54,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_cards_and_topologies_are_refused_before_anything_is_loaded(what, checkpoint, monkeypatch):
-    from dflash_moe.engine import eager_pass, host_model
-    from dflash_moe.engine.verify import verify
+    from dflash_moe.forward import host_model
+    from dflash_moe.proofs import eager_pass
+    from dflash_moe.proofs.verify import verify
 
     text, said = REFUSED[what]
     if "backend: cuda" in text and _core.probe_backend("cuda")["devices"]:
@@ -72,8 +73,8 @@ def test_bad_cards_and_topologies_are_refused_before_anything_is_loaded(what, ch
 
 
 def test_the_eager_model_is_gone_before_workers_load_and_there_again_after_they_left(checkpoint, monkeypatch):
-    from dflash_moe.engine import eager_pass, streamed_eager, verify
-    from dflash_moe.runtime.fleet import Fleet
+    from dflash_moe.holders.fleet import Fleet
+    from dflash_moe.proofs import eager_pass, streamed_eager, verify
 
     happened = []
 
@@ -106,7 +107,7 @@ def test_the_eager_model_is_gone_before_workers_load_and_there_again_after_they_
 
 
 def test_no_byte_of_a_quantised_file_is_read_more_than_three_times(tmp_path, monkeypatch):
-    from dflash_moe.engine.verify import verify
+    from dflash_moe.proofs.verify import verify
 
     make_checkpoint(replace(tiny_options("qwen3_moe"), hidden_size=64, moe_intermediate_size=32), tmp_path / "floats")
     path = write_gguf(tmp_path / "floats", tmp_path / "model.gguf", "q8_0")
@@ -130,8 +131,8 @@ def test_no_byte_of_a_quantised_file_is_read_more_than_three_times(tmp_path, mon
 
 
 def test_rows_are_kept_as_far_as_the_limit_goes(checkpoint, monkeypatch):
-    from dflash_moe.engine import eager_pass
-    from dflash_moe.engine.verify import verify
+    from dflash_moe.proofs import eager_pass
+    from dflash_moe.proofs.verify import verify
 
     hidden, top_k, layers = 96, 2, 2
     monkeypatch.setattr(eager_pass, "KEPT_BYTES", 10 * layers * (2 * 4 * hidden + top_k * (8 + 4)))

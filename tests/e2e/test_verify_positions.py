@@ -12,8 +12,8 @@ import shutil
 import pytest
 
 from dflash_moe import Topology
-from dflash_moe.engine.verify import verify
-from dflash_moe.operators import block_forms, layer_proof
+from dflash_moe.operators.layers import block_forms, layer_proof
+from dflash_moe.proofs.verify import verify
 from tests.host_models import checkpoint
 
 pytestmark = pytest.mark.transformers

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import ConfigError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
 

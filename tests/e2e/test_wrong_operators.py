@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from dflash_moe import _core
-from dflash_moe.engine import host_model
-from dflash_moe.engine.forward import PackedForward
-from dflash_moe.engine.host_model import open_host
-from dflash_moe.engine.independence import find_dependence
-from dflash_moe.engine.rotary_tables import RotaryTables
+from dflash_moe.forward import host_model
+from dflash_moe.forward.forward import PackedForward
+from dflash_moe.forward.host_model import open_host
+from dflash_moe.forward.independence import find_dependence
+from dflash_moe.forward.rotary_tables import RotaryTables
 from dflash_moe.integrations.transformers import without_experts
 from tests.host_models import WINDOW, checkpoint, logits_of, prompt, start
 

@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from dflash_moe.errors import DflashError  # noqa: E402 - the repository is on the path from here on
-from dflash_moe.runtime.expert_runtime import ExpertRuntime  # noqa: E402
+from dflash_moe.experts.expert_runtime import ExpertRuntime  # noqa: E402
 from dflash_moe.topology import Topology  # noqa: E402
 from tests.expert_cases import Expected, make_batch, tiny_spec  # noqa: E402
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Emulate, Topology
 from tests.expert_cases import make_batch, tiny_spec
 

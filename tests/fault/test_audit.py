@@ -19,12 +19,12 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.errors import WorkerUnfit
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.row_audit import BURST_EXCHANGES
+from dflash_moe.holders.session import HostSession
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.messages import ComputeRow
-from dflash_moe.runtime.audit import BURST_EXCHANGES
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import freeze, is_gone, wait_until

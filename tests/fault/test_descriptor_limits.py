@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from dflash_moe.errors import DflashError, WorkerError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.launcher import Launcher
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.framing import Connection
 from dflash_moe.protocol.messages import Bye
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.launcher import Launcher
 from dflash_moe.topology import Topology
 from tests import leaks
 from tests.expert_cases import make_batch

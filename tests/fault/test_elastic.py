@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, ProtocolError, TopologyError, WorkerLost
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.fleet import Fleet
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.fleet import Fleet
 from dflash_moe.topology import Topology, WorkerSpec
 from tests.expert_cases import NUM_EXPERTS, make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import StartWorker, children_of, freeze, is_gone, wait_until

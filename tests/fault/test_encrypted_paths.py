@@ -29,9 +29,9 @@ import pytest
 from bench.campaigns.faults.hostile_path import HostilePath
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.encryption import identity_of
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch
 from tests.fault.conftest import READY_S, HandStarted, StartWorker

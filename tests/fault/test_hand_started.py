@@ -19,11 +19,11 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, ProtocolError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.session import HostSession
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.keys import read_key_file, write_key_file
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from dflash_moe.topology.addresses import parse_address
 from tests.expert_cases import Expected, make_batch, make_checkpoint

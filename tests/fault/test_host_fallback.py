@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.checkpoint_files import SeenFiles
-from dflash_moe.model.safetensors_header import read_header
+from dflash_moe.model.formats.safetensors_header import read_header
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import StartWorker, children_of, freeze, wait_until

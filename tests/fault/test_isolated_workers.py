@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import dflash_moe
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders import launcher
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime import launcher
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch
 
@@ -89,7 +89,7 @@ def test_folders_named_absolutely_stay_on_the_path() -> None:
 HOST = """
 import sys
 from pathlib import Path
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import tiny_spec
 

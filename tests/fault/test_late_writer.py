@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import WorkerLost, WorkerTimeout
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Emulate, Topology
 from tests.expert_cases import Batch, Expected, make_batch
 from tests.fault.conftest import wait_until

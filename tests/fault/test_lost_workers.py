@@ -19,8 +19,8 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Emulate, Topology
 from tests.expert_cases import Expected, make_batch
 from tests.fault.conftest import freeze, is_gone, wait_until

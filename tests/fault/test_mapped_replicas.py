@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import CheckpointError, WorkerError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.audit.golden import GoldenRows
+from dflash_moe.holders.session import HostSession
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.golden import GoldenRows
-from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import StartWorker, is_gone, wait_until

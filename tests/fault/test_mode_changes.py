@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import DflashError, WorkerTimeout
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.renewal import RENEWALS
+from dflash_moe.holders.session import HostSession
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.failures import system_failure
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.renewal import RENEWALS
-from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch
 from tests.fault.conftest import freeze, is_gone, wait_until

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from dflash_moe.cli.generate_report import carried
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import control
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.fault.conftest import StartWorker, wait_until
 

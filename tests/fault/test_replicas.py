@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import WorkerLost
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch
 from tests.fault.conftest import freeze

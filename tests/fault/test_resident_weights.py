@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from dflash_moe.workers.resident import ResidentWeights, StoreKind
 from tests.expert_cases import Expected, make_batch
@@ -33,7 +33,7 @@ BATCH = make_batch(24)
 DYING_HOST = """
 import dataclasses, os, signal, sys
 from pathlib import Path
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch, tiny_spec
 runtime = ExpertRuntime.start(Topology.parse(sys.argv[2]), model=tiny_spec(Path(sys.argv[1])))

@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.fleet import Fleet
+from dflash_moe.holders.kept_worker import WorkerState
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.fleet import Fleet
-from dflash_moe.runtime.kept_worker import WorkerState
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
 from tests.fault.conftest import StartWorker, children_of, freeze, is_gone, wait_until

@@ -18,8 +18,8 @@ import pytest
 
 from bench.campaigns.faults.proxies import DRIP, DROP, HALF, reached
 from dflash_moe.errors import WorkerLost, WorkerTimeout
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from tests.expert_cases import Expected, make_batch
 from tests.fault.conftest import wait_until
 

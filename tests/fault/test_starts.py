@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, ProtocolError, WorkerLost, WorkerTimeout
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders import fleet, launcher, memory_check
+from dflash_moe.holders.session import HostSession
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import identity
 from dflash_moe.protocol.messages import LoadShard
-from dflash_moe.runtime import fleet, launcher, memory_check
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_checkpoint
 from tests.fault.conftest import is_gone
@@ -91,7 +91,7 @@ def test_a_mismatch_in_hello_names_the_field_and_both_values(
 
 @pytest.mark.usefixtures("started")
 def test_another_protocol_version_is_refused_with_both_ranges(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_moe.runtime import session
+    from dflash_moe.holders import session
 
     original = session.authenticate_to_worker
     monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_another_protocol_version_is_refused_with_both_ranges(spec: ModelSpec, m
 
 @pytest.mark.usefixtures("started")
 def test_a_wrong_session_key_is_refused(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_moe.runtime import session
+    from dflash_moe.holders import session
 
     original = session.authenticate_to_worker
     monkeypatch.setattr(

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Emulate, Topology
 from tests.expert_cases import Expected, make_batch, tiny_spec
 from tests.fault.conftest import freeze

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.fault.conftest import StartWorker
 
@@ -25,7 +25,7 @@ ROUNDS = """
 import faulthandler, gc, os, signal, sys, threading, time, weakref
 from pathlib import Path
 from dflash_moe.protocol.identity import local_identity
-from dflash_moe.runtime.session import HostSession
+from dflash_moe.holders.session import HostSession
 from dflash_moe.topology.addresses import parse_address
 from dflash_moe.workers.process import run_hand_started_worker
 from tests.expert_cases import tiny_spec

@@ -16,12 +16,12 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, UnsupportedError, WorkerUnfit
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.audit.golden import GoldenRows
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_tensors import expert_sources
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import auth
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.golden import GoldenRows
 from dflash_moe.topology import Topology
 from tests.fault.conftest import StartWorker
 

@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders import path_keeper
+from dflash_moe.holders.fleet import Fleet
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime import path_keeper
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.fleet import Fleet
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_batch
 from tests.fault.conftest import freeze, wait_until

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from dflash_moe.errors import CheckpointError
-from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.formats.gguf_header import read_gguf_header
 from tests.fuzz.header_mutations import corpus, run
 
 NAME = "fuzz_gguf_header"

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from dflash_moe.errors import CheckpointError
-from dflash_moe.model.safetensors_header import read_header
+from dflash_moe.model.formats.safetensors_header import read_header
 from tests.fuzz.header_mutations import corpus, run
 
 NAME = "fuzz_safetensors_header"

@@ -17,11 +17,11 @@ import pytest
 from dflash_moe.bench.results import read_result
 from dflash_moe.cli.config_file import read_config_file
 from dflash_moe.cli.prompt_files import given_prompts
-from dflash_moe.engine.receipt import read_receipt
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.errors import DflashError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.named_files import open_named
+from dflash_moe.proofs.receipt import read_receipt
 from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.topology import Topology
 

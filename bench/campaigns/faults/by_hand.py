@@ -19,9 +19,9 @@ from typing import Any
 
 from bench.campaigns.faults.load import ALONE
 from dflash_moe.config.settings import MAX_DEATHS
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 # The workers run this tree's package.

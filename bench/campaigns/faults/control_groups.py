@@ -17,8 +17,8 @@ from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.leftovers import belongings, left_since
 from bench.campaigns.faults.load import Load, is_used, make_model, pids_of, start, state_of, wait_until
 from dflash_moe.errors import DflashError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 ROOT = Path("/sys/fs/cgroup")
 SERVED_GOAL_MS, BACK_GOAL_S = 400.0, 5.0

@@ -14,8 +14,8 @@ import time
 from bench.campaigns.faults.campaign import Campaign, Run
 from bench.campaigns.faults.leftovers import belongings, children_of, left_since
 from bench.campaigns.faults.load import Load, make_model, pids_of, start, state_of, wait_until
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.membership import JITTER
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.membership import JITTER
 
 DEATHS = 5
 FIRST_MS, LONGEST_MS = 100.0, 5000.0

@@ -27,7 +27,7 @@ import numpy as np
 from bench.campaigns.faults.leftovers import belongings, left_since
 from bench.campaigns.faults.load import make_model, pids_of, start, state_of, wait_until
 from dflash_moe.errors import DflashError
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import routed_batch
 
 # What an error may be besides our own: what Python says of a system that refuses.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.leftovers import belongings, children_of, left_since
 from bench.campaigns.faults.load import ADDRESSES, BACK_S, Load, make_model, pids_of, start, state_of, wait_until
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 
 PHASES = ("idle", "any", "in_call", "starting", "joining")
 # A worker that is started again imports its package for half a second before it greets.

@@ -23,9 +23,9 @@ import numpy as np
 
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.errors import DflashError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.worker_keeper import WorkerState
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.worker_keeper import WorkerState
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import Topology
 

@@ -18,9 +18,9 @@ from bench.campaigns.faults.campaign import Run
 from bench.campaigns.faults.damage import FILE, Found, all_right, damage_in_place, restore_in_place, use_while_damaged
 from bench.campaigns.faults.load import ALONE, Load, make_model, pids_of, start, wait_until
 from dflash_moe.config.settings import MAX_DEATHS
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import tiny_checkpoint
 from dflash_moe.topology import Topology
 

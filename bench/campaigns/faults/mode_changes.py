@@ -28,9 +28,9 @@ from bench.campaigns.faults.load import JOIN_S, Load, is_used, make_model, pids_
 from bench.campaigns.faults.scribblers import scribble
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.errors import DflashError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 # The slots of each do not fit the next.

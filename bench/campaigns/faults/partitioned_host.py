@@ -29,8 +29,8 @@ from bench.campaigns.faults.lossy_cable import FAULTS, WELL, RemoteCable
 from bench.campaigns.faults.mode_changes import LACK_S, Changes, lack_descriptors
 from bench.campaigns.faults.two_machines import HOST_LINK, WAYS, TwoMachines
 from dflash_moe.config.settings import MAX_DEATHS
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 EVERY_PACKET = 3  # ETH_P_ALL of linux/if_ether.h

@@ -26,10 +26,10 @@ from bench.campaigns.faults.leftovers import belongings, left_since
 from bench.campaigns.faults.load import ALONE, Load, is_used, make_model, state_of, wait_until
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.errors import ProtocolError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.protocol.messages import CODEC, Open, Role
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
 DROP, HALF, DRIP = "replies dropped", "half a frame", "a drip"

@@ -18,8 +18,8 @@ from bench.campaigns.faults.leftovers import Belongings, belongings, left_since
 from bench.campaigns.faults.load import ALONE, BACK_S, Load, make_model, pids_of, start, state_of, wait_until
 from dflash_moe.bench.results import percentile
 from dflash_moe.errors import WorkerError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 # A unit of size is so many of each: 1,000 of them are 10 million calls, 10,000 sessions and 1,000
 # restarts.

@@ -16,8 +16,8 @@ from bench.campaigns.faults.by_hand import WAYS, reached
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.leftovers import belongings, is_gone, left_since
 from bench.campaigns.faults.load import ADDRESSES, Load, is_used, make_model, pids_of, start, state_of, wait_until
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 # Every so many stops one lasts until the worker is given up and replaced.
 EVERY_LONG = 4

@@ -25,9 +25,9 @@ from dflash_moe import _core
 from dflash_moe.bench.results import percentile
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.errors import UnsupportedError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 # A changed length has the reader wait for what never comes, so that these limits end it.
 SHORT = {"call_timeout_s": 2.0, "stall_timeout_s": 1.0, "start_timeout_s": 10.0}

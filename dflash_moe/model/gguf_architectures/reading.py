@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.errors import CheckpointError, UnsupportedError, shown
 from dflash_moe.model.config_limits import check_counts
 from dflash_moe.model.gguf_architectures import deepseek, llama, qwen, softmax_routed
+from dflash_moe.model.gguf_architectures.nvfp4_scales import check_nvfp4_scales
 from dflash_moe.model.gguf_architectures.record import EMBEDDING, OUTPUT, GgufArchitecture, GgufFile
 from dflash_moe.model.gguf_architectures.refused import REFUSED
 from dflash_moe.model.gguf_architectures.rope import rope_scaling
-from dflash_moe.model.nvfp4_scales import check_nvfp4_scales
 from dflash_moe.model.refusals import refusing
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dflash_moe.bench.expert_batch import ExpertShape
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.step_cases import HOLD_CYCLES, QUEUED, STAGED, STEP, StepCase, StepScene
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
-from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import tiny_checkpoint
 
 SHAPE = ExpertShape(hidden_size=64, moe_intermediate_size=16, num_experts=4, top_k=2)
@@ -46,7 +46,7 @@ def test_a_path_that_fails_is_a_row_with_the_reason_and_the_others_are_measured(
     def refuse(*_: object) -> object:
         raise UnsupportedError("registering memory failed: not supported")
 
-    monkeypatch.setattr("dflash_moe.runtime.device_step.DeviceSteps.open", refuse)
+    monkeypatch.setattr("dflash_moe.experts.device_step.DeviceSteps.open", refuse)
     rows = run_device_steps(StepParams(**{**params(), "workers": ("cpu process",)})).rows
     assert [row["path"] for row in rows] == [STAGED, STEP]
     assert rows[0]["added_p50_us"] is not None

@@ -19,10 +19,10 @@ from dflash_moe.bench.forward import measure_once
 from dflash_moe.bench.model_host import local_topology
 from dflash_moe.bench.read_speed import ReadSpeed
 from dflash_moe.bench.token_reads import Sides, count_reads, read_fields
-from dflash_moe.engine.host_model import open_host
+from dflash_moe.forward.host_model import open_host
 from dflash_moe.integrations.transformers import expert_calls
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.operators.reads import dense_bytes, kv_bytes, packed_linears
+from dflash_moe.operators.layers.reads import dense_bytes, kv_bytes, packed_linears
 from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers

@@ -27,19 +27,25 @@ def _room_file(root: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("config.py", "from dflash_moe.runtime import session\n"),
-        ("workers/loader.py", "def load():\n    from dflash_moe import runtime\n"),
-        ("runtime/session.py", "from ..workers import loader\n"),
+        ("config.py", "from dflash_moe.holders import session\n"),
+        ("workers/loader.py", "def load():\n    from dflash_moe import holders\n"),
+        ("holders/session.py", "from ..workers import loader\n"),
         ("telemetry/log.py", "import dflash_moe.config\n"),
-        ("runtime/session.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dflash_moe.cli import main\n"),
-        ("runtime/session.py", "import dflash_moe\nprint(dflash_moe.version, dflash_moe.workers)\n"),
+        ("holders/session.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dflash_moe.cli import main\n"),
+        ("holders/session.py", "import dflash_moe\nprint(dflash_moe.version, dflash_moe.workers)\n"),
         ("engine/scheduler.py", "import dflash_moe.testing.cases\n"),
         ("operators/linear.py", "from dflash_moe.engine import blocks\n"),
         ("operators/linear.py", "from dflash_moe.integrations import transformers\n"),
         ("operators/linear.py", "from dflash_moe import workers\n"),
-        ("runtime/session.py", "def swap():\n    from dflash_moe.operators import linear\n"),
+        ("holders/session.py", "def swap():\n    from dflash_moe.operators import linear\n"),
+        ("holders/session.py", "from dflash_moe.experts import layer_table\n"),
+        ("holders/audit/contents.py", "from dflash_moe.holders import session\n"),
+        ("operators/linear.py", "from dflash_moe.operators.layers import blocks\n"),
+        ("model/formats/gguf_header.py", "from dflash_moe.model.checkpoint import Checkpoint\n"),
+        ("forward/forward.py", "from dflash_moe.engine.request import Request\n"),
+        ("engine/engine.py", "def prove():\n    from dflash_moe.proofs import verify\n"),
         ("integrations/generation.py", "from dflash_moe.engine import blocks\n"),
-        ("engine/blocks.py", "from dflash_moe.server import app\n"),
+        ("forward/blocks.py", "from dflash_moe.server import app\n"),
         ("workers/loader.py", "def load():\n    from dflash_moe import _measure\n"),
     ],
 )
@@ -49,11 +55,14 @@ def test_arrow_against_the_layers_is_found(tmp_path: Path, name: str, text: str)
 
 
 def test_arrows_along_the_layers_pass(tmp_path: Path) -> None:
-    _package_file(tmp_path, "runtime/session.py", "from dflash_moe import errors\nfrom . import launcher\nimport numpy\n")
-    _package_file(tmp_path, "cli/main.py", "from dflash_moe.runtime import session\nfrom dflash_moe import errors\n")
-    _package_file(tmp_path, "operators/linear.py", "import torch\nfrom dflash_moe.runtime import expert_runtime\n")
+    _package_file(tmp_path, "holders/session.py", "from dflash_moe import errors\nfrom . import launcher\nimport numpy\n")
+    _package_file(tmp_path, "cli/main.py", "from dflash_moe.holders import session\nfrom dflash_moe import errors\n")
+    _package_file(tmp_path, "operators/linear.py", "import torch\nfrom dflash_moe.model import ffn\n")
+    _package_file(tmp_path, "operators/layers/blocks.py", "from dflash_moe.operators import linear\nfrom . import reads\n")
+    _package_file(tmp_path, "holders/fleet.py", "from dflash_moe.holders.audit.contents import compare\n")
+    _package_file(tmp_path, "workers/loader.py", "from dflash_moe.model.formats import weight_formats\n")
     _package_file(tmp_path, "integrations/generation.py", "from dflash_moe.operators import linear\n")
-    _package_file(tmp_path, "engine/forward.py", "from dflash_moe import integrations, operators\n")
+    _package_file(tmp_path, "forward/forward.py", "from dflash_moe import integrations, operators\n")
     assert layers.find(tmp_path) == []
 
 
@@ -67,7 +76,7 @@ def test_torch_at_the_top_of_an_optional_user_is_found(tmp_path: Path) -> None:
     _package_file(tmp_path, "model/inspect.py", "def look():\n    import torch\n")
     _package_file(tmp_path, "bench/forward.py", "import torch\n")
     # Whoever runs an engine has torch, and imports the engine inside a function.
-    _package_file(tmp_path, "engine/forward.py", "import torch\n")
+    _package_file(tmp_path, "forward/forward.py", "import torch\n")
     found = sorted(finding.split(":")[0] for finding in layers.find(tmp_path))
     assert found == ["dflash_moe/bench/forward.py", "dflash_moe/model/spec.py"]
 

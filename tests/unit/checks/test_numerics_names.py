@@ -30,7 +30,7 @@ def findings(root: Path, name: str, text: str) -> list[str]:
     [
         ("dflash_moe/placement/plan.py", 'PER_ARCHITECTURE = ("bf16-dot",)\n'),
         ("dflash_moe/protocol/identity.py", 'def is_bf16(name: str) -> bool:\n    return name.startswith("bf16-")\n'),
-        ("dflash_moe/cli/doctor.py", 'print(f"numerics f32-canonical of {isa}")\n'),
+        ("dflash_moe/cli/doctor/doctor.py", 'print(f"numerics f32-canonical of {isa}")\n'),
         ("csrc/compute/gpu/gpu_layer.cc", "if (numerics == NumericsClass::kBf16Dot) return true;\n"),
         ("csrc/bindings/bind_plugin.cc", 'py::arg("numerics") = "f32-canonical"\n'),
     ],

@@ -20,13 +20,15 @@ import pytest
 import typer
 
 from dflash_moe import __version__, _core
-from dflash_moe.cli import demo, demo_model, doctor, main, options, probes, root
+from dflash_moe.cli import demo, demo_model, main, options, root
 from dflash_moe.cli.command_line import Commands
+from dflash_moe.cli.doctor import probes
+from dflash_moe.cli.doctor.doctor import doctor
 from dflash_moe.cli.model_path import model_path
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
+from dflash_moe.holders import threads
 from dflash_moe.protocol.keys import write_key_file
-from dflash_moe.runtime import threads
 from dflash_moe.topology import Topology
 from dflash_moe.topology.numerics import class_on
 from tests.unit.cli.test_any_value import commands
@@ -105,7 +107,14 @@ def modules_of(*arguments: str) -> str:
 def test_a_worker_starts_without_the_modules_of_other_commands():
     loaded = modules_of("worker", "--help")
     assert "'dflash_moe.cli.worker'" in loaded
-    for module in ("dflash_moe.cli.bench", "dflash_moe.cli.generate", "dflash_moe.runtime", "numpy", "yaml"):
+    for module in (
+        "dflash_moe.cli.bench.bench",
+        "dflash_moe.cli.generate",
+        "dflash_moe.experts",
+        "dflash_moe.holders",
+        "numpy",
+        "yaml",
+    ):
         assert f"'{module}'" not in loaded, module
 
 
@@ -118,7 +127,15 @@ def test_help_of_all_commands_imports_none_of_them():
 def test_help_of_a_command_imports_what_describes_its_options_only():
     loaded = modules_of("generate", "--help")
     assert "'dflash_moe.cli.generate'" in loaded
-    for module in ("dflash_moe.cli.chat", "dflash_moe.runtime", "dflash_moe.topology.topology", "rich", "yaml", "torch"):
+    for module in (
+        "dflash_moe.cli.chat.chat",
+        "dflash_moe.experts",
+        "dflash_moe.holders",
+        "dflash_moe.topology.topology",
+        "rich",
+        "yaml",
+        "torch",
+    ):
         assert f"'{module}'" not in loaded, module
 
 
@@ -499,7 +516,7 @@ def test_doctor_flags_a_torch_that_cannot_use_the_card_beside_it(monkeypatch, tm
 
 
 def test_a_failed_self_test_exits_with_1(capsys, monkeypatch):
-    from dflash_moe.cli import device_tests, selftest
+    from dflash_moe.cli.doctor import device_tests, selftest
 
     monkeypatch.setattr(selftest, "run_self_tests", lambda: [selftest.SelfTest("avx2", "f32", 1, 9, 2)])
     monkeypatch.setattr(device_tests, "run_device_tests", lambda _: [])
@@ -510,7 +527,7 @@ def test_a_failed_self_test_exits_with_1(capsys, monkeypatch):
 
 
 def test_self_tests_run_on_every_device_that_a_plug_in_finds_and_a_failing_one_is_named(capsys, monkeypatch):
-    from dflash_moe.cli import device_tests
+    from dflash_moe.cli.doctor import device_tests
 
     listed = {"name": "toy", "vendor": "cuda", "arch": "sm_00", "memory_bytes": 1, "reason": ""}
     unusable = listed | {"reason": "too old"}
@@ -531,7 +548,7 @@ def test_self_tests_run_on_every_device_that_a_plug_in_finds_and_a_failing_one_i
 
 
 def test_self_tests_compare_every_kernel_set_and_see_a_difference(monkeypatch):
-    from dflash_moe.cli import selftest
+    from dflash_moe.cli.doctor import selftest
 
     monkeypatch.setattr(_core, "supported_isas", lambda: ["reference", "scalar"])
     monkeypatch.setattr(selftest, "SPECS", {"silu": selftest.SPECS["silu"]})

@@ -47,7 +47,7 @@ def test_package_runs_without_the_measuring_extension() -> None:
     """`dflash_moe`, its command line and what the demo measures with import without extensions."""
     script = (
         "import sys; sys.modules.update({f'dflash_moe.{name}': None for name in ('_measure', '_simulation')})\n"
-        "import dflash_moe, dflash_moe.runtime, dflash_moe.workers.process, dflash_moe.cli.main, dflash_moe.bench.prefill\n"
+        "import dflash_moe.experts.expert_runtime, dflash_moe.workers.process, dflash_moe.cli.main, dflash_moe.bench.prefill\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 

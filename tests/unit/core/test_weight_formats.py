@@ -13,7 +13,7 @@ import pytest
 
 from dflash_moe import _core, _measure
 from dflash_moe.errors import CheckpointError, ConfigError, UnsupportedError
-from dflash_moe.model.dequantize import dequantize, requantized
+from dflash_moe.model.formats.dequantize import dequantize, requantized
 
 OUTPUTS, INPUTS = 130, 512
 GGUF_TYPES = {

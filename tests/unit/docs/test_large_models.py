@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from dflash_moe.config import Settings
-from dflash_moe.engine.fitted import fit_model
+from dflash_moe.forward.fitted import fit_model
+from dflash_moe.forward.machine_cards import look_at_card
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.sizing import model_sizes
 from dflash_moe.placement.fit import Card, FitModel, FitWishes, Machine, fit
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.runtime.machine_cards import look_at_card
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is an extra of the tests")
 

@@ -29,7 +29,14 @@ def test_the_blocker_blocks() -> None:
     assert "torch is blocked" in _run("import torch").stderr
 
 
-MODULES = ("dflash_moe", "dflash_moe.workers", "dflash_moe.runtime", "dflash_moe.model", "dflash_moe.cli.main")
+MODULES = (
+    "dflash_moe",
+    "dflash_moe.workers",
+    "dflash_moe.experts",
+    "dflash_moe.holders",
+    "dflash_moe.model",
+    "dflash_moe.cli.main",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)

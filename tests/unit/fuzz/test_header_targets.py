@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from dflash_moe.errors import CheckpointError
-from dflash_moe.model.gguf_header import GgufHeader
-from dflash_moe.model.stored_tensor import TensorInfo
+from dflash_moe.model.formats.gguf_header import GgufHeader
+from dflash_moe.model.formats.stored_tensor import TensorInfo
 from tests.fuzz import fuzz_gguf_header, fuzz_safetensors_header
 from tests.fuzz.header_mutations import corpus, run
 
@@ -31,8 +31,8 @@ def test_a_short_run_finds_nothing(target):
 
 
 def test_the_valid_inputs_are_not_refused():
-    from dflash_moe.model.gguf_header import read_gguf_header
-    from dflash_moe.model.safetensors_header import read_header
+    from dflash_moe.model.formats.gguf_header import read_gguf_header
+    from dflash_moe.model.formats.safetensors_header import read_header
 
     gguf = {path.name: path for path in corpus("fuzz_gguf_header")}
     assert len(read_gguf_header(gguf["two_tensors"], 0).tensors) == 3

@@ -78,7 +78,7 @@ def test_inspection_has_one_row_for_layers_that_are_alike_and_the_sizes_of_the_p
     """Every second layer has its down_proj in another format, as llama.cpp's mixed files do."""
     from dflash_moe.cli.main import run
     from dflash_moe.config import Settings, format_bytes
-    from dflash_moe.engine.fitted import fit_model
+    from dflash_moe.forward.fitted import fit_model
     from dflash_moe.model.inspect import inspect_model
     from dflash_moe.model.sizing import model_sizes
 
@@ -239,8 +239,8 @@ def test_the_hosts_weights_in_low_bit_types_are_what_the_package_makes_of_them(s
 def test_nvfp4_with_a_further_scale_is_refused_by_name(tmp_path):
     from types import SimpleNamespace
 
-    from dflash_moe.model.nvfp4_scales import check_nvfp4_scales
-    from dflash_moe.model.stored_tensor import TensorInfo
+    from dflash_moe.model.formats.stored_tensor import TensorInfo
+    from dflash_moe.model.gguf_architectures.nvfp4_scales import check_nvfp4_scales
 
     weight, scale = TensorInfo(0, 0, "NVFP4", (4, 64), 144), TensorInfo(0, 160, "F32", (1,), 4)
     stored = {"blk.0.attn_k.weight": weight, "blk.0.attn_q.scale": scale}

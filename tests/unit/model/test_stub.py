@@ -18,14 +18,14 @@ from dflash_moe.cli.main import run
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError
 from dflash_moe.model import stub as stub_module
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.dequantize import dequantize
 from dflash_moe.model.expert_tensors import expert_sources
+from dflash_moe.model.formats.dequantize import dequantize
+from dflash_moe.model.formats.gguf_header import BLOCK_TYPES
+from dflash_moe.model.formats.stored_tensor import TensorInfo
+from dflash_moe.model.formats.stub_pages import MAGIC, page, region
+from dflash_moe.model.formats.weight_formats import FORMATS, STORED_NAMES
 from dflash_moe.model.gguf_experts import gguf_experts
-from dflash_moe.model.gguf_header import BLOCK_TYPES
-from dflash_moe.model.stored_tensor import TensorInfo
 from dflash_moe.model.stub import write_stub
-from dflash_moe.model.stub_pages import MAGIC, page, region
-from dflash_moe.model.weight_formats import FORMATS, STORED_NAMES
 from tests.gguf_cases import write_experts
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is an extra of the tests")

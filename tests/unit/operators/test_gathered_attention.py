@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_moe.engine.blocks import BlockPool
-from dflash_moe.engine.kv_budget import KvShape
-from dflash_moe.engine.sequence import SequenceBlocks
-from dflash_moe.engine.step_blocks import StepBlocks
-from dflash_moe.engine.torch_cache import TorchCache
 from dflash_moe.errors import EngineError, UnsupportedError
+from dflash_moe.forward.blocks import BlockPool
+from dflash_moe.forward.kv_budget import KvShape
+from dflash_moe.forward.sequence import SequenceBlocks
+from dflash_moe.forward.step_blocks import StepBlocks
+from dflash_moe.forward.torch_cache import TorchCache
 from dflash_moe.operators import gathered_attention
 from dflash_moe.operators.gathered_attention import GatheredLayer, attach, attention_forward, layer_of
 from dflash_moe.operators.row_groups import plan_groups

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_moe.engine.kv_budget import KvShape
-from dflash_moe.engine.torch_cache import TorchCache
 from dflash_moe.errors import UnsupportedError
+from dflash_moe.forward.kv_budget import KvShape
+from dflash_moe.forward.torch_cache import TorchCache
 from dflash_moe.operators.looks import LookingCache, watched
 
 pytestmark = pytest.mark.transformers

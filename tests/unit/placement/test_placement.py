@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_moe.errors import TopologyError, UnsupportedError
-from dflash_moe.model.weight_formats import resident_formats
+from dflash_moe.model.formats.weight_formats import resident_formats
 from dflash_moe.placement import HOST, Placement, plan_placement
 from dflash_moe.topology import Topology
 

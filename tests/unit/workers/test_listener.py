@@ -14,8 +14,8 @@ import pytest
 
 from dflash_moe.cli.worker import worker
 from dflash_moe.errors import ConfigError
+from dflash_moe.holders.dialing import dial
 from dflash_moe.protocol.keys import write_key_file
-from dflash_moe.runtime.dialing import dial
 from dflash_moe.topology.addresses import Address
 from dflash_moe.workers.listener import open_tcp_listener, open_unix_listener
 

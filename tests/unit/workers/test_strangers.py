@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_moe.errors import WorkerLost
+from dflash_moe.holders.dialing import CallOff, Credentials, connect_authenticated
 from dflash_moe.protocol.auth import authenticate_host
 from dflash_moe.protocol.failures import CROWDED
 from dflash_moe.protocol.framing import Connection
 from dflash_moe.protocol.messages import Refusal, Role
-from dflash_moe.runtime.dialing import CallOff, Credentials, connect_authenticated
 from dflash_moe.topology.addresses import Address
 from dflash_moe.workers import listener as listening
 from dflash_moe.workers.listener import Complaints, Listener, open_tcp_listener

@@ -1,0 +1,4 @@
+"""`dflash-moe bench ...`.
+
+SPDX-License-Identifier: Apache-2.0
+"""

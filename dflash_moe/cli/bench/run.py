@@ -1,0 +1,61 @@
+"""What all measuring commands share: where a result and its picture go, the progress, and the table
+of what an interrupted run has.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash_moe.cli.bench.progress import reporting
+from dflash_moe.cli.json_output import STDOUT, json_option, write_json
+
+if TYPE_CHECKING:
+    from dflash_moe.bench.harness import Recorder
+    from dflash_moe.bench.results import BenchResult
+
+JsonOption = Annotated[Path | None, json_option("The result (all samples, machine, commit)")]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", help="Draw the result into this PNG or SVG, which needs matplotlib [default: nowhere].", show_default=False
+    ),
+]
+
+
+@contextmanager
+def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Iterator[Recorder]:
+    """Gives the block the recorder of one bench. `show` prints the tables, also those of what an
+    interrupted run has.
+    """
+    from dflash_moe.bench.harness import Recorder
+
+    recorder: Recorder | None = None
+    try:
+        with reporting() as reporter:
+            # A file has every round as soon as it is measured, stdout the whole at the end.
+            recorder = Recorder(None if json_out == STDOUT else json_out, reporter)
+            yield recorder
+    finally:
+        if recorder is not None and recorder.result is not None and recorder.result.rows:
+            show(recorder.result)
+            if json_out == STDOUT:
+                write_json(STDOUT, recorder.result.as_json())
+
+
+def store_plot(recorder: Recorder, plot: Path | None) -> None:
+    """Draws the finished result, and beside it its timelines where it has some."""
+    if plot is None or recorder.result is None:
+        return
+    from dflash_moe.bench.plot import draw, draw_timeline, timeline_path
+
+    found = recorder.result.as_json()
+    draw([("this run", found)], plot)
+    if found.get("timelines"):
+        draw_timeline(("this run", found), timeline_path(plot))

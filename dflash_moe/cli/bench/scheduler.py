@@ -1,0 +1,115 @@
+"""`dflash-moe bench scheduler`: options and tables; the measuring is dflash_moe/bench/scheduler.py.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_moe.cli import options
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.config import MAX_REQUESTS
+
+if TYPE_CHECKING:
+    from dflash_moe.bench.results import BenchResult
+
+
+def register(bench: typer.Typer) -> None:
+    """Adds the command to the group `bench`."""
+    bench.command(name="scheduler")(scheduler)
+
+
+@options.with_settings()
+def scheduler(
+    model: options.ModelOption,
+    topology: options.TopologyOption = None,
+    batch: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Comma-separated numbers of requests that are submitted together.")
+    ] = "1,4,16",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each random prompt, in tokens.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each request behind its prompt.")] = 64,
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Measured rounds; the numbers of requests are interleaved in each.")] = 3,
+    with_loop: Annotated[
+        bool, typer.Option("--with-loop", help="Also measure one request without an engine, in the same rounds.")
+    ] = False,
+    json_out: JsonOption = None,
+    plot: PlotOption = None,
+    **overrides: Any,
+) -> None:
+    """The engine alone: tokens a second, first token and later ones for several requests at a time,
+    and what a step takes beside the model.
+    """
+    from dflash_moe.bench.scheduler import SchedulerParams, run_scheduler
+
+    if plot is not None:
+        from dflash_moe.bench.plot import check_output
+
+        check_output(plot)
+    params = SchedulerParams(
+        model=options.model_directory(model),
+        batch=options.numbers(batch, "--batch", MAX_REQUESTS),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        warmup=warmup,
+        repeat=repeat,
+        with_loop=with_loop,
+    )
+    with measuring(json_out, _show) as recorder:
+        run_scheduler(params, options.load_topology(topology), recorder=recorder, overrides=overrides)
+    store_plot(recorder, plot)
+
+
+def _show(result: BenchResult) -> None:
+    print_scheduler(result.rows)
+    print_steps([row for row in result.rows if "per_step_s" in row])
+    print_ratios(result.summary)
+
+
+def print_scheduler(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints what requests got: medians, and means behind them."""
+    columns = ("prefill tokens/s", "decode tokens/s", "of total", "decode s", "TTFT ms", "TPOT ms", "latency s")
+    table = options.table("row", *columns)
+    for row in rows:
+        table.add_row(
+            row["name"], f"{row['prefill_tokens_per_s']:.0f}", f"{row['decode_tokens_per_s']:.1f}",
+            f"{row['total_tokens_per_s']:.1f}", _both(row["decode_s"], 1), _both(row["ttft_s"], 1e3),
+            _both(row["tpot_s"], 1e3), _both(row["latency_s"], 1),
+        )  # fmt: skip
+    options.show(table)
+
+
+def _both(seconds: Mapping[str, float], factor: float) -> str:
+    digits = 3 if factor == 1 else 2
+    return f"{factor * seconds['p50']:.{digits}f} / {factor * seconds['mean']:.{digits}f}"
+
+
+def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints what a step takes on the average: the model, and the parts of the engine."""
+    names = ("plan", "sample", "commit", "deliver")
+    columns = ("steps", "sequences x steps", "preempted", "calls", "model ms", *(f"{name} us" for name in names))
+    table = options.table("row", *columns, "engine")
+    for row in rows:
+        per_step = row["per_step_s"]
+        table.add_row(
+            row["name"], f"{row['steps']:,}", " ".join(f"{size}x{count}" for size, count in row["batch_sizes"].items()),
+            str(row["preemptions"]), f"{row['calls']:,}", f"{1e3 * per_step['forward_s']:.2f}",
+            *(f"{1e6 * per_step[name + '_s']:.0f}" for name in names), f"{row['engine_share']:.2%}",
+        )  # fmt: skip
+    if table.row_count:
+        options.show(table)
+
+
+def print_ratios(summary: Sequence[Mapping[str, Any]]) -> None:
+    """Prints how each row compares with that of one request."""
+    if not summary:
+        return
+    table = options.table("row", "against", "its TPOT / other's", "its decode tokens/s / other's", "tokens")
+    for entry in summary:
+        agree = "equal" if entry["same_tokens"] else "DIFFERENT"
+        table.add_row(entry["name"], entry["against"], f"{entry['tpot_ratio']:.3f}", f"{entry['throughput_ratio']:.2f}", agree)
+    options.show(table)

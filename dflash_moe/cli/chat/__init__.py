@@ -1,0 +1,4 @@
+"""`dflash-moe chat`.
+
+SPDX-License-Identifier: Apache-2.0
+"""

@@ -1,0 +1,4 @@
+"""`dflash-moe doctor`.
+
+SPDX-License-Identifier: Apache-2.0
+"""

@@ -1,0 +1,4 @@
+"""`dflash-moe llama`.
+
+SPDX-License-Identifier: Apache-2.0
+"""

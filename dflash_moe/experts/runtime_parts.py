@@ -1,0 +1,124 @@
+"""What a running `ExpertRuntime` consists of: the client of its calls, and everybody who keeps the
+workers behind it. The parts are built together, started in one order and ended in another.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_moe import _core
+from dflash_moe.config.remedies import host_grace_ms
+from dflash_moe.experts.auto import cost_classes
+from dflash_moe.holders.client_calls import ClientCalls
+from dflash_moe.holders.control import ControlSocket, WorkerOrders
+from dflash_moe.holders.elastic import Elastic
+from dflash_moe.holders.holder_lists import HolderLists
+from dflash_moe.holders.host_fallback import HostFallback
+from dflash_moe.holders.path_keeper import PathKeeper
+from dflash_moe.holders.row_audit import Audit
+from dflash_moe.holders.worker_keeper import WorkerKeeper, restart_policy
+from dflash_moe.placement.held_shards import holders_by_shard
+
+if TYPE_CHECKING:
+    from dflash_moe.holders.fleet import LayerShards, LoadingReport
+    from dflash_moe.holders.placed_experts import PlacedExperts
+
+
+class RuntimeParts:
+    """The parts of one runtime, which none of them knows. `open`, `run` and `end` are called in
+    this order, `end` whatever became of the others.
+    """
+
+    def __init__(self, placed: PlacedExperts) -> None:
+        """Builds the parts without starting anything."""
+        self._placed, self._fleet = placed, placed.fleet
+        settings = placed.settings
+        # Those that were built have descriptors already where a later one gets none.
+        with ExitStack() as built:
+            self.client = _core.Client(
+                spin_ns=placed.threads.spin_ns,
+                call_timeout_s=settings.call_timeout_s,
+                stall_timeout_s=settings.stall_timeout_s,
+                suspect_s=settings.suspect_ms / 1000,
+                park_s=settings.park_s,
+                reconnect_grace_s=host_grace_ms(settings) / 1000,
+                hedge_share=settings.hedge,
+            )
+            built.callback(self.client.close)
+            self.paths = PathKeeper(self.client, placed)
+            self.holders = HolderLists(self.client)
+            self.fallback = HostFallback(self.client, placed, self.paths, self.holders)
+            calls = ClientCalls(self.client, self.paths, self.fallback)
+            self.workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
+            built.callback(self.workers.close)
+            calls.on_idle = self._note_idle
+            self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
+            self.paths.on_loss = self.workers.ring
+            self.paths.on_late = self.fallback.miss
+            self.audit = Audit(
+                self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
+                outvote=self.workers.outvote,
+            )  # fmt: skip
+            self.control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
+            built.pop_all()
+
+    def _note_idle(self, index: int) -> None:
+        """Tells the keeper that a worker, by the client's number, has nothing in flight."""
+        self.workers.note_idle(self._fleet.at_index(index).name)
+
+    def open(self, on_loading: LoadingReport | None) -> list[LayerShards]:
+        """Starts and loads all workers, and tells the client of them and of every layer's holders.
+        Returns the layers with their shards, as `Client.define_layer` took them. Errors are those
+        of `ExpertRuntime.start`.
+        """
+        placed, client = self._placed, self.client
+        placed.start(on_loading)
+        plans = placed.plan_slots()
+        for name, member in self._fleet.members.items():
+            self.paths.introduce(member, *self._fleet.attach(member, plans[name]))
+        classes = cost_classes(placed.spec.layers)
+        layers = self._fleet.shards_by_layer(placed.held)
+        for layer, shards in layers:
+            client.define_layer(
+                layer=layer.index,
+                name=layer.name,
+                in_size=layer.ffn.in_size,
+                out_size=layer.ffn.out_size,
+                num_experts=layer.num_experts,
+                shards=shards,
+                cost_class=classes[layer.index],
+            )
+        for where, holders in holders_by_shard(placed.spec, placed.placement).items():
+            self.holders.begin(where, [self._fleet.members[name].client_index for name in holders])
+        self.fallback.start()
+        client.set_profile(bool(placed.settings.profile))
+        return layers
+
+    def run(self) -> None:
+        """Starts the threads that keep what `open` has made."""
+        self.paths.start()
+        self.workers.start(self._placed.held)
+        self.audit.start()
+        self._fleet.shards.learn(self._placed.held)
+        self.control.start()
+
+    def end(self) -> None:
+        """Ends a runtime that was closed or dropped; never raises. Its channels go once the last
+        call has left.
+        """
+        self.audit.call_off()
+        self._fleet.shards.call_off()
+        self.fallback.call_off()
+        self.workers.call_off()
+        self.paths.call_off()
+        self.fallback.close()
+        self._fleet.close()
+        self.control.close()
+        self.paths.close()
+        self.workers.close()
+        self.audit.close()
+        self.client.close()

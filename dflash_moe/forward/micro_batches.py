@@ -1,0 +1,210 @@
+"""Steps in two micro-batches on two threads: while the experts of one half are under way, the host
+computes the other half. The bits are those of one batch, because a row's are its own.
+
+It is done where a forecast says that it pays. What is forecast, measured and chosen is logged to
+`dflash_moe.auto`, which --explain-auto shows.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from dflash_moe.errors import ConfigError, shown
+from dflash_moe.experts.auto import log
+from dflash_moe.forward.half_steps import Cut, choose_cut, halves_of, lengths_of
+from dflash_moe.forward.half_turns import HalfTurns
+from dflash_moe.forward.paged_cache import PagedCache, StepPages, no_order
+from dflash_moe.forward.rotary_tables import RotaryTables
+from dflash_moe.forward.split_forecast import (
+    LEAST_ROWS,
+    PREDICTED,
+    TRIED,
+    Choice,
+    SizeKey,
+    SplitForecast,
+    StepTimes,
+    size_key,
+)
+from dflash_moe.forward.step_blocks import PackedStep
+from dflash_moe.forward.step_clock import StepClock
+from dflash_moe.forward.two_halves import Half, TwoHalves
+from dflash_moe.integrations.transformers import ExpertRoute
+
+ASKED = ("auto", "1", "2")
+
+
+class Rows(Protocol):
+    """The forward pass of a model over packed rows (`PackedForward`)."""
+
+    cache: PagedCache
+
+    @property
+    def rotary(self) -> Sequence[RotaryTables]:
+        """The stand-ins of all rotary modules."""
+        ...
+
+    def run_rows(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of the rows `wanted` of what this thread was told to compute."""
+        ...
+
+
+class Waits(Protocol):
+    """What two micro-batches ask of a runtime (`ExpertRuntime`)."""
+
+    @property
+    def call_limit_s(self) -> float:
+        """The seconds after which every call has ended."""
+        ...
+
+    @property
+    def has_remote_experts(self) -> bool:
+        """Whether some experts are computed by others than the thread that waits for them."""
+        ...
+
+    def set_spinning(self, is_allowed: bool) -> None:
+        """Says whether a thread that waits for replies may spin."""
+        ...
+
+
+@dataclass(slots=True)
+class _Counted:
+    """The steps since start, and the seconds of those in two halves (`HalvesDone`)."""
+
+    steps: int = 0
+    split_steps: int = 0
+    awaited_s: float = 0.0
+    hidden_s: float = 0.0
+    choices: dict[SizeKey, bool] = field(default_factory=dict)
+
+
+class MicroBatches:
+    """Computes the steps of one model, in one batch or in two. The engine's thread calls it;
+    `close` ends the second thread, as does dropping the object.
+    """
+
+    def __init__(self, asked: str, runtime: Waits, routes: Sequence[ExpertRoute]) -> None:
+        """`asked` is auto, 1 or 2, and `routes` lead to the routed experts of the model's layers.
+        With 2, every step of more than one row that can be cut is.
+
+        Raises ConfigError for another word.
+        """
+        if asked not in ASKED:
+            raise ConfigError(f"engine.micro_batches is {shown(asked)}; allowed: {', '.join(ASKED)}")
+        self.asked = asked
+        self._runtime, self._has_remote_experts = runtime, runtime.has_remote_experts
+        self._clock = StepClock()
+        for route in routes:
+            route.clock = self._clock
+        self._halves = TwoHalves(self._clock, lambda: runtime.call_limit_s)
+        self._forecast = SplitForecast(len(routes))
+        self._counted = _Counted()
+
+    def run(self, packed: Rows, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
+        """Does what `run_rows` does for a step that has begun. Where a half fails, the other one
+        has ended before its error is raised; errors are those of `run_rows`, and EngineError where
+        a half does not end within the limit of calls.
+        """
+        self._counted.steps += 1
+        if self.asked == "auto" and not self._has_remote_experts:
+            # Nothing is awaited that could be hidden, so that nothing is worth learning either.
+            return packed.run_rows(token_ids, step, wanted)
+        cut, context = self._cut(step)
+        begun = perf_counter()
+        if cut is None:
+            self._clock.begin()
+            logits = packed.run_rows(token_ids, step, wanted)
+            times = StepTimes(step.num_rows, perf_counter() - begun, *self._clock.times)
+            if step.num_rows > 0:
+                self._forecast.learn_whole(times, context)
+            return logits
+        logits = self._run_halves(packed, token_ids, step, wanted, cut)
+        self._forecast.learn_split(step.num_rows, context, perf_counter() - begun)
+        return logits
+
+    def stats(self) -> dict[str, Any]:
+        """Returns `asked`, the number of `steps` and of `split_steps`, the seconds `awaited_s` in
+        which a half awaited its experts and `hidden_s` of them in which the other half computed,
+        and `overlap_share`, which is their share, None before there is any.
+        """
+        counted = self._counted
+        return {
+            "asked": self.asked,
+            "steps": counted.steps,
+            "split_steps": counted.split_steps,
+            "awaited_s": counted.awaited_s,
+            "hidden_s": counted.hidden_s,
+            "overlap_share": counted.hidden_s / counted.awaited_s if counted.awaited_s > 0 else None,
+        }
+
+    def close(self) -> None:
+        """Ends the second thread, for which it waits as long as for a call."""
+        self._halves.close()
+
+    def _cut(self, step: PackedStep) -> tuple[Cut | None, float]:
+        """Returns where to cut a step, None where it is computed in one batch, and the average
+        number of tokens before its rows.
+        """
+        context = float(step.positions.mean()) if step.num_rows else 0.0
+        least = {"auto": LEAST_ROWS, "1": math.inf, "2": 2}[self.asked]
+        if step.num_rows < least:
+            return None, context
+        cut = choose_cut(step)
+        if cut is None or self.asked == "2":
+            return cut, context
+        choice = self._forecast.choose(step.num_rows, context, cut.row)
+        self._report(size_key(step.num_rows, context), step.num_rows, choice)
+        return (cut if choice.is_split else None), context
+
+    def _report(self, key: SizeKey, num_rows: int, choice: Choice) -> None:
+        """Logs a choice for steps of a size that is another than before. A single step that only
+        measures the other choice is none.
+        """
+        is_known = choice.whole_s is not None and choice.split_s is not None and choice.reason != TRIED
+        if not is_known or self._counted.choices.get(key) == choice.is_split:
+            return
+        self._counted.choices[key] = choice.is_split
+        taken = "two micro-batches" if choice.is_split else "one batch"
+        log.info(
+            "auto, steps of about %d rows: %s; two %s %.4g ms, one %.4g ms; %.0f%% of waiting was hidden so far",
+            num_rows, taken, "are predicted to take" if choice.reason == PREDICTED else "took", 1e3 * (choice.split_s or 0.0),
+            1e3 * (choice.whole_s or 0.0), 100 * (self.stats()["overlap_share"] or 0.0),
+        )  # fmt: skip
+
+    def _run_halves(
+        self, packed: Rows, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor, cut: Cut
+    ) -> torch.Tensor:
+        lengths = [tables.step for tables in packed.rotary]
+        parts = halves_of(step, cut.row)
+
+        def half(part: PackedStep, begin: int, order: Callable[[HalfTurns], Sequence[Callable[[int], None]]]) -> Half:
+            end = begin + part.num_rows
+            mine = wanted[(wanted >= begin) & (wanted < end)] - begin
+
+            def compute(turns: HalfTurns) -> torch.Tensor:
+                packed.cache.use(StepPages(part, *order(turns)))
+                for tables, whole in zip(packed.rotary, lengths, strict=True):
+                    tables.begin(lengths_of(whole, begin, end))
+                return packed.run_rows(token_ids[begin:end], part, mine)
+
+            return compute
+
+        is_inside = cut.is_inside
+        self._runtime.set_spinning(False)
+        try:
+            done = self._halves.run(
+                half(parts[0], 0, lambda turns: (turns.keys_stored,) if is_inside else ()),
+                half(parts[1], cut.row, lambda turns: (no_order, turns.await_keys) if is_inside else ()),
+            )
+        finally:
+            self._runtime.set_spinning(True)
+        self._counted.split_steps += 1
+        self._counted.awaited_s += done.awaited_s
+        self._counted.hidden_s += done.hidden_s
+        return torch.cat((done.first, done.second))

@@ -1,0 +1,245 @@
+"""Puts host layers in the place of a model's decoder layers where they are proven, connected to the
+model's pages and to its routed experts.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dflash_moe.forward.forward import PackedForward, StepRows
+from dflash_moe.forward.layer_loop import LayerLoop
+from dflash_moe.forward.step_blocks import StepBlocks
+from dflash_moe.integrations.transformers import ExpertRoute, route_of
+from dflash_moe.model.architecture import find_experts, is_on_interface
+from dflash_moe.operators.attention_probe import AttentionProbe
+from dflash_moe.operators.layers.block_forms import LayerForms
+from dflash_moe.operators.layers.blocks import HostLayer
+from dflash_moe.operators.layers.layer_buffers import BufferPool
+from dflash_moe.operators.layers.layer_proof import ProbeStep
+from dflash_moe.operators.linear import HostLinear
+from dflash_moe.operators.norms import HostNorm
+from dflash_moe.operators.probes import FACTOR
+from dflash_moe.operators.report import Finding, TakeoverReport
+
+if TYPE_CHECKING:
+    from dflash_moe.experts.expert_call import BoundExperts
+    from dflash_moe.operators.paged_attention import LayerPages
+
+_PROBE_TOKENS = 19
+# Rows of so many positions are computed at once.
+_PART = 128
+# The model's outputs before and behind its layers are made so many times as large, to pass limits;
+# f16 holds no more.
+_FACTORS = {torch.float16: 16.0}
+
+
+class _RoutedExperts:
+    """The routed experts of a module, as host layers call them: through its route, which may be
+    exchanged for a while.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def bind(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> _BoundRoute:
+        """Binds the tensors."""
+        return _BoundRoute(self._module, (hidden_states, topk_ids, topk_weights), out)
+
+
+class _BoundRoute:
+    """A call of a module's routed experts over fixed tensors."""
+
+    def __init__(self, module: Any, tensors: tuple[Any, Any, Any], out: Any) -> None:
+        self._module, self._tensors, self._out = module, tensors, out
+        self._bound: BoundExperts | None = None
+
+    def run(self) -> None:
+        """Computes the result."""
+        route = route_of(self._module)
+        if not isinstance(route, ExpertRoute):
+            self._out.copy_(route.call(*self._tensors))
+            return
+        bound, clock = self._begin(route), route.clock
+        if clock is None:
+            bound.run()
+            return
+        left_s = clock.leave()
+        bound.run()
+        clock.enter(left_s)
+
+    def submit(self) -> Callable[[], None]:
+        """Starts the call and returns what waits for its end."""
+        route = route_of(self._module)
+        if not isinstance(route, ExpertRoute):
+            return self.run
+        bound, clock = self._begin(route), route.clock
+        if clock is None:
+            return bound.submit()
+        submitted_s = perf_counter()
+        finish = bound.submit()
+
+        def wait() -> None:
+            left_s = clock.leave()
+            finish()
+            clock.enter(left_s, submitted_s)
+
+        return wait
+
+    def _begin(self, route: ExpertRoute) -> BoundExperts:
+        route.calls += 1
+        if self._bound is None:
+            self._bound = route.runtime.bind(route.layer, *self._tensors, self._out)
+        return self._bound
+
+
+def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, LayerPages], report: TakeoverReport) -> None:
+    """Puts host layers in the place of a model's decoder layers where they fit, and has the forward
+    pass loop over them where that gives the bits of the model's own.
+    """
+    _drop_unasked_tables(packed)
+    reason = _why_not_one_table(packed)
+    if reason:
+        report.findings.append(Finding("", report.class_name, reason=f"layers: {reason}"))
+        return
+    model = packed.model
+    buffers = BufferPool(packed.dtype)
+    experts = {name: _RoutedExperts(module) for name, module in find_experts(model).items()}
+    forms = LayerForms(
+        packed.cache.pool, buffers, lambda count: _probe_step(packed, count), experts, packed.dtype,
+        lambda positions: _step_at(packed, positions), packed.notable_positions,
+    )  # fmt: skip
+    layers = []
+    for attention in sorted(probe.layers, key=lambda layer: layer.index):
+        name = attention.module.rpartition(".")[0]
+        layer = model.get_submodule(name)
+        found, reason, error = forms.find(name, layer, attention, pages[attention.module], probe.layer_calls[name])
+        kind = type(layer).__name__
+        if found is None:
+            report.findings.append(Finding(name, kind, reason=reason))
+            continue
+        parent, _, child = name.rpartition(".")
+        layers.append((parent, child, layer, found))
+        report.findings.append(Finding(name, kind, "layer", "attention and feed-forward blocks", excess=error))
+    if layers:
+        packed.use_buffers(buffers)
+    for parent, child, layer, found in layers:
+        _keep_experts(layer, found)
+        setattr(model.get_submodule(parent), child, found)
+    if len(layers) == len(probe.layers):
+        _loop(packed, [found for _, _, _, found in layers], buffers)
+
+
+def _drop_unasked_tables(packed: PackedForward) -> None:
+    """Forgets rotary modules that a pass over tokens does not ask, such as those of parts that
+    see.
+    """
+    if len(packed.rotary) > 1:
+        _logits_at(packed, range(_PROBE_TOKENS))
+        packed.rotary = [tables for tables in packed.rotary if tables.is_used]
+
+
+def _why_not_one_table(packed: PackedForward) -> str:
+    """Returns why the layers of a model do not all rotate by the same cosines and sines."""
+    if len(packed.rotary) != 1:
+        return f"{len(packed.rotary)} rotary modules, expected one"
+    if packed.rotary[0].wants_arguments:
+        return "the rotary module's tables differ between layers"
+    return ""
+
+
+def _keep_experts(layer: nn.Module, found: HostLayer) -> None:
+    """Keeps the routed experts of a layer in the model under their names, because the runtime's
+    layers are known by these.
+    """
+    for name, module in layer.named_modules():
+        if is_on_interface(module):
+            *path, last = name.split(".")
+            place: Any = found
+            for part in path:
+                if not hasattr(place, part):
+                    place.add_module(part, nn.Module())
+                place = getattr(place, part)
+            place.add_module(last, module)
+
+
+def _loop(packed: PackedForward, layers: list[HostLayer], buffers: BufferPool) -> None:
+    model = packed.model
+    base = getattr(model, model.base_model_prefix, None)
+    norms = [module for module in base.children() if isinstance(module, HostNorm)] if isinstance(base, nn.Module) else []
+    head = model.get_output_embeddings()
+    if len(norms) != 1 or not isinstance(head, HostLinear):
+        return
+    loop = LayerLoop(model.get_input_embeddings(), layers, norms[0], head, buffers, packed.rotary[0])
+    expected = list(_probe_logits(packed, (model.get_input_embeddings(), norms[0], head)))
+    packed.loop = loop
+    found = _probe_logits(packed, (model.get_input_embeddings(), norms[0], head))
+    if not all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)):
+        packed.loop = None
+
+
+def _probe_logits(packed: PackedForward, outer: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yields logits of rows at the first positions, the same where the modules `outer` around the
+    layers give more, and of rows at all notable positions.
+    """
+    yield _logits_at(packed, range(_PROBE_TOKENS))
+    factor = _FACTORS.get(packed.dtype, FACTOR)
+    hooks = [module.register_forward_hook(lambda _module, _inputs, out: out * factor) for module in outer]
+    try:
+        yield _logits_at(packed, range(_PROBE_TOKENS))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    size = min(_PART, packed.blocks.num_free * packed.blocks.block_tokens)
+    for begin in range(0, len(packed.notable_positions), size):
+        positions = packed.notable_positions[begin : begin + size]
+        with packed.standing_at(positions):
+            yield _logits_at(packed, positions)
+
+
+def _logits_at(packed: PackedForward, positions: Sequence[int]) -> torch.Tensor:
+    """Returns logits of some rows of random tokens, as many as there are positions."""
+    count = len(positions)
+    token_ids = torch.randint(0, packed.vocab_size, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+    sequence = packed.admit(count)
+    try:
+        return packed.forward([StepRows(sequence, token_ids, num_logits=count)]).clone()
+    finally:
+        sequence.release()
+
+
+@contextmanager
+def _probe_step(packed: PackedForward, num_rows: int) -> Iterator[ProbeStep]:
+    sequence, planned = packed.admit(num_rows), StepBlocks()
+    try:
+        planned.append(sequence.blocks, num_rows)
+        packed.cache.begin(planned.pack())
+        packed.rotary[0].begin([(num_rows, 0, num_rows)])
+        yield _given(packed, torch.arange(num_rows))
+    finally:
+        planned.roll_back()
+
+
+def _step_at(packed: PackedForward, positions: Sequence[int]) -> ProbeStep:
+    """Returns what a layer is given of rows at these positions, for copies that need no pages."""
+    places = torch.tensor(positions)
+    packed.rotary[0].begin([(len(positions), 0, len(positions))], places, positions[-1])
+    return _given(packed, places)
+
+
+def _given(packed: PackedForward, positions: torch.Tensor) -> ProbeStep:
+    tables = packed.rotary[0]
+    embeddings, wide = (tables(torch.zeros(1, 1, 1, dtype=dtype)) for dtype in (packed.dtype, torch.float32))
+    exact = tuple(table.double() for table in wide) if isinstance(wide, tuple) else wide.to(torch.complex128)
+    arguments = {
+        "attention_mask": None, "position_ids": positions[None], "past_key_values": packed.cache, "use_cache": True,
+        "position_embeddings": embeddings,
+    }  # fmt: skip
+    return ProbeStep(arguments, *tables.cos_sin(), exact)

@@ -1,0 +1,400 @@
+"""The audit of a running host: rows that workers have computed for calls are computed again, within
+a budget of processor time, and a worker that is outvoted is taken out.
+
+It finds arithmetic that goes wrong after a worker has joined, which no checksum sees: a core that
+fails when it is hot, a card's memory, a driver. One thread sleeps until a copy of an exchange is
+there (csrc/transport/tapped.h), computes its rows one by one, and pauses after each so long that it
+stays within the budget.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dflash_moe import _core
+from dflash_moe.errors import DflashError
+from dflash_moe.holders.audit.host_twin import REFERENCE, HostTwin
+from dflash_moe.holders.audit.row_questions import ExchangedRow, RowQuestion, difference, exchanged_rows
+from dflash_moe.model.refusals import in_one_line
+from dflash_moe.protocol.failures import system_failure
+from dflash_moe.telemetry.spaced_log import SpacedLog
+
+if TYPE_CHECKING:
+    from dflash_moe.holders.fleet import Fleet
+    from dflash_moe.placement.held_shards import HeldShard
+
+log = logging.getLogger(__name__)
+
+# So many exchanges of a worker in a row are copied at a time, so that an error which comes at
+# regular intervals is not missed each time, and their requests have so many bytes at most.
+BURST_EXCHANGES, BURST_BYTES = 128, 8 << 20
+# Of one exchange so many rows in a row are computed again.
+ROWS_OF_AN_EXCHANGE = 128
+# Between two bursts a random number of exchanges goes by, below this one.
+MOST_SKIPPED = 1024
+# The thread ends within the computation of a row.
+STOP_S = 5.0
+# After it could not even wait for copies, the thread tries again so much later.
+AGAIN_S = 1.0
+# Two changes of weights in memory within this time are bad memory and no accident.
+DAY_S = 86_400.0
+
+
+class Outvote(Protocol):
+    """Takes a worker out whose numbers are wrong (WorkerKeeper.outvote)."""
+
+    def __call__(self, name: str, reason: str, *, is_last: bool = False) -> None: ...
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What the audit knows of one worker."""
+
+    audited_rows: int = 0
+    mismatches: int = 0
+    # When a row or a pass of the audit last found it right, by the clock of time.time().
+    last_good: float | None = None
+    # Why its rows are not computed again, empty where they are.
+    skipped: str = ""
+    # Whether it was outvoted and no other process has taken its place yet. What it goes on to
+    # answer until it is lost could be audited later, and be held against the other process.
+    is_out: bool = False
+    changes: deque[float] = field(default_factory=deque)
+    num_changes: int = 0
+
+
+class Audit:
+    """Audits the workers of one fleet. `start` begins, `call_off` ends it. Any thread may call."""
+
+    def __init__(
+        self, fleet: Fleet, path: Path, held: Callable[[], Mapping[str, Sequence[HeldShard]]], *, isa: str, cpu: float,
+        outvote: Outvote, rng: random.Random | None = None,
+    ) -> None:  # fmt: skip
+        """`cpu` is the part of a core that computing rows again may take; 0 computes none. `held`
+        returns the shards of each holder by its name.
+        """
+        self._fleet = fleet
+        self._held = held
+        self._cpu = cpu
+        self._outvote = outvote
+        self._rng = rng or random.Random()
+        self._twin = HostTwin(path, isa)
+        self._third = HostTwin(path, REFERENCE)
+        self._watched: dict[str, _Watched] = {}
+        self._taps: dict[str, _core.Tap] = {}
+        self._rows: deque[tuple[str, ExchangedRow]] = deque()
+        self._num_host_mismatches = 0
+        self._num_undecided = 0
+        self._failure = ""
+        self._troubles = SpacedLog(log)
+        self._lock = threading.Lock()
+        self._is_started = False
+        self._is_over = threading.Event()
+        try:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise system_failure("the bell of the audit could not be made", error) from None
+        self._thread = threading.Thread(target=self._run, name="dflash-audit", daemon=True)
+        fleet.on_change = self.note_change
+        if cpu > 0:
+            fleet.watch = self._watch
+
+    def start(self) -> None:
+        """Begins to compute rows again, unless the budget is 0."""
+        self._is_started = True
+        if self._cpu > 0 and any(member.session is not None for member in self._fleet.members.values()):
+            self._begin()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def call_off(self) -> None:
+        """Ends the thread; never raises, and does nothing in a forked child."""
+        if not self._fleet.owner.is_here:
+            return
+        self._is_over.set()
+        self._ring()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)
+
+    def close(self) -> None:
+        """Closes what the audit owns, once it is called off; never raises."""
+        if self._fleet.owner.is_here and not self._thread.is_alive():
+            with self._lock:
+                bell, self._bell = self._bell, -1
+                # Their channels go with the client.
+                self._taps.clear()
+            if bell >= 0:
+                os.close(bell)
+            self._twin.close()
+            self._third.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns `audited_rows`, `mismatches`, those in which this host itself was `host_wrong` or
+        nobody could tell (`undecided`), `golden_rows`, and by worker its rows, mismatches, weights
+        found changed, when it was last found right (seconds since 1970), and why it is skipped.
+        `failure` says what keeps rows of all workers from being computed again, empty where nothing
+        does.
+        """
+        workers = {
+            name: {
+                "audited_rows": one.audited_rows, "mismatches": one.mismatches, "weights_changed": one.num_changes,
+                "last_good": one.last_good, "skipped": one.skipped,
+            }
+            for name, one in list(self._watched.items())
+        }  # fmt: skip
+        return {
+            "audited_rows": sum(one["audited_rows"] for one in workers.values()),
+            "mismatches": sum(one["mismatches"] for one in workers.values()),
+            "weights_changed": sum(one["weights_changed"] for one in workers.values()),
+            "host_wrong": self._num_host_mismatches,
+            "undecided": self._num_undecided,
+            "golden_rows": self._fleet.shards.golden.num_compared,
+            "golden_mismatches": self._fleet.shards.golden.num_mismatches,
+            "failure": self._failure,
+            "workers": workers,
+        }
+
+    def note_change(self, name: str, layer: int, shard: int, failure: str) -> None:
+        """Notes that weights have changed in a worker's memory. Those that could not be loaded
+        again, and a second change within a day, take the worker out.
+        """
+        now = time.monotonic()
+        with self._lock:
+            one = self._of(name)
+            one.num_changes += 1
+            one.changes.append(now)
+            while now - one.changes[0] >= DAY_S:
+                one.changes.popleft()
+            is_second = len(one.changes) > 1
+        where = f"weights of layer {layer}, shard {shard} changed in the memory of worker {name}"
+        if failure:
+            log.error("%s and could not be loaded again: %s", where, failure)
+            self._outvote(name, f"{where} and could not be loaded again: {failure}", is_last=is_second)
+        elif is_second:
+            log.error("%s, for the second time within a day: its memory is bad", where)
+            self._outvote(name, f"{where}, for the second time within a day", is_last=True)
+        else:
+            log.warning("%s; they were loaded again. Answers since they were last summed up may be wrong", where)
+
+    # -- what is seen ------------------------------------------------------------------------------
+
+    def _of(self, name: str) -> _Watched:
+        return self._watched.setdefault(name, _Watched())
+
+    def _watch(self, name: str, channel: _core.Channel) -> _core.Channel:
+        """Returns a channel to another process that the audit sees."""
+        with self._lock:
+            one = self._of(name)
+            tap = self._taps.get(name)
+            if tap is None:
+                tap = self._taps[name] = _core.Tap()
+                self._arm(tap, num_skipped=0)
+            elif one.is_out:
+                tap.take()
+            one.is_out = False
+        if self._is_started:
+            self._begin()
+        # The thread has to look at the copies of a worker that was added.
+        self._ring()
+        return _core.make_tapped(channel, tap)
+
+    def _arm(self, tap: _core.Tap, *, num_skipped: int) -> None:
+        tap.arm(num_skipped, BURST_EXCHANGES, BURST_BYTES)
+
+    def _ring(self) -> None:
+        with self._lock, suppress(OSError):
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                self._step()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, stats() has to tell it
+            if not self._is_over.is_set():
+                self._failure = f"the thread of the audit has ended: {_in_words(error)}"
+                log.exception("the audit failed, and ends")
+
+    def _step(self) -> None:
+        """Computes one row again and pauses, or where there is none sleeps until copies come."""
+        began = time.monotonic()
+        if self._audit_next():
+            # Another thread reads the weights, whose processor time counts too.
+            used = time.monotonic() - began
+            self._is_over.wait(used / self._cpu - used)
+            return
+        try:
+            self._await_copies()
+            self._failure = ""
+        except Exception as error:  # noqa: BLE001 - the audit outlives whatever it is
+            self._failure = f"copies cannot be waited for: {_in_words(error)}"
+            self._troubles.exception("the audit could not wait for copies, and tries again")
+            self._is_over.wait(AGAIN_S)
+
+    def _await_copies(self) -> None:
+        """Sleeps until an exchange was copied, and takes the rows of all that are there."""
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        with self._lock:
+            taps = list(self._taps.items())
+        for _, tap in taps:
+            poller.register(tap.fileno(), select.POLLIN)
+        # Nothing but a copy or the end has to wake this thread.
+        awoken = {descriptor for descriptor, _ in poller.poll()}
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        for name, tap in taps:
+            if tap.fileno() in awoken:
+                self._take(name, tap)
+
+    def _take(self, name: str, tap: _core.Tap) -> None:
+        # This is read before the copies are taken: once it is false, only answers of the process
+        # that took the worker's place are there.
+        with self._lock:
+            is_out = self._of(name).is_out
+        copied = tap.take()
+        for request, reply in () if is_out else copied:
+            first = self._rng.randrange(1 << 16)
+            with self._dropping(name):
+                self._rows.extend((name, row) for row in self._rows_of(request, reply, first))
+        # A worker that dies, or an attempt that another one has overtaken, never answers some of
+        # what was sent. So what was sent counts, and not what came back.
+        if tap.is_spent:
+            self._arm(tap, num_skipped=self._rng.randrange(MOST_SKIPPED))
+
+    def _rows_of(self, request: bytes, reply: bytes, first: int) -> Iterator[ExchangedRow]:
+        yield from exchanged_rows(request, reply, first=first, at_most=ROWS_OF_AN_EXCHANGE)
+
+    def _audit_next(self) -> bool:
+        """Computes one row again; returns whether there was one."""
+        with suppress(IndexError):
+            golden = self._fleet.shards.golden.unproven.popleft()
+            with self._dropping(golden.holder):
+                self._audit(golden.holder, golden.held, golden.question, golden.reply)
+            return True
+        with suppress(IndexError):
+            name, row = self._rows.popleft()
+            with self._dropping(name):
+                held = self._shard_of(name, row.layer, row.shard)
+                if held is not None:
+                    self._audit(name, held, row.question, row.answer)
+            return True
+        return False
+
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """What fails in here is over for one row of this worker, and for nothing else."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the audit outlives whatever a row brings
+            with self._lock:
+                self._of(name).skipped = f"a row could not be computed again: {_in_words(error)}"
+            if not self._is_over.is_set():
+                self._troubles.exception("a row of worker %s could not be computed again, and is left out", name)
+
+    def _shard_of(self, name: str, layer: int, shard: int) -> HeldShard | None:
+        return next((one for one in self._held().get(name, ()) if (one.layer.index, one.shard_id) == (layer, shard)), None)
+
+    # -- the verdict -------------------------------------------------------------------------------
+
+    def _audit(self, name: str, held: HeldShard, question: RowQuestion, answer: bytes) -> None:
+        with self._lock:
+            one = self._of(name)
+        second = self._second_opinion(name, held, question)
+        if second is None:
+            one.skipped = f"no other holder, and this host does not compute {held.numerics} with its bits"
+            if self._twin.failure:
+                one.skipped = f"this host has not the weights: {self._twin.failure}"
+            elif self._twin.setback:
+                one.skipped = f"this host cannot compute at this time: {self._twin.setback}"
+            return
+        one.skipped = ""
+        one.audited_rows += 1
+        if second == answer:
+            one.last_good = time.time()
+            return
+        one.mismatches += 1
+        third = self._third.compute(held, question) if self._third.computes(held) else None
+        where = f"layer {held.layer.index} ({held.layer.name}), shard {held.shard_id}"
+        if third == answer:
+            self._num_host_mismatches += 1
+            log.error("audit: this host computes %s otherwise than worker %s and the reference: this machine's processor or "
+                      "memory makes wrong numbers", where, name)  # fmt: skip
+            return
+        if third != second:
+            self._num_undecided += 1
+            log.error("audit: worker %s computes %s otherwise than its second opinion, and nobody can tell who is right: %s",
+                      name, where, difference(held, question, answer, second))  # fmt: skip
+            return
+        if doubt := self._doubt_of_files():
+            # The host's opinions come from files that may be others than the worker has loaded.
+            self._num_undecided += 1
+            one.skipped = doubt
+            log.error("audit: worker %s computes %s otherwise than this host, so that nobody can tell who is right: %s",
+                      name, where, one.skipped)  # fmt: skip
+            return
+        since = "it joined" if one.last_good is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_good))
+        reason = f"outvoted: {where}: {difference(held, question, answer, second)}, as this host and the reference compute it"
+        log.error("audit: worker %s is %s; its answers since %s may be wrong", name, reason, since)
+        one.is_out = True
+        self._forget(name)
+        self._outvote(name, reason)
+
+    def _doubt_of_files(self) -> str:
+        """Says why this host's files may be others than workers have loaded, empty where not."""
+        try:
+            if self._fleet.shards.are_files_unchanged():
+                return ""
+        except DflashError as error:
+            return f"it is not known at this time whether this host's files have changed: {error}"
+        return "this host's files of the checkpoint have changed since the start: start the runtime anew"
+
+    def _second_opinion(self, name: str, held: HeldShard, question: RowQuestion) -> bytes | None:
+        """Returns what this host computes, else another holder of the shard, None where neither can
+        be had.
+        """
+        if self._twin.computes(held):
+            computed = self._twin.compute(held, question)
+            if computed is not None:
+                return computed
+        for other in self._held():
+            theirs = self._shard_of(other, held.layer.index, held.shard_id) if other != name else None
+            if theirs is None:
+                continue
+            with suppress(DflashError):  # one of the two was removed or lost meanwhile
+                if self._fleet.architecture_of(other) != self._fleet.architecture_of(name):
+                    continue
+                computed = self._fleet.shards.ask_row(other, theirs, question)
+                if computed is not None:
+                    return computed
+        return None
+
+    def _forget(self, name: str) -> None:
+        """Drops what was seen of a worker before it was taken out."""
+        self._rows = deque(row for row in self._rows if row[0] != name)
+        with self._lock:
+            tap = self._taps.get(name)
+            if tap is not None:
+                tap.take()
+                self._arm(tap, num_skipped=0)
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {in_one_line(error)}"

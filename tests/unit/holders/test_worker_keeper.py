@@ -1,0 +1,287 @@
+"""The keeper of workers with workers that are only pretended: what it does about each kind of
+failure, and that it ends in the middle of anything.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_moe.errors import CheckpointError, ConfigError, DflashError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.holders.kept_worker import Parting
+from dflash_moe.holders.membership import RestartPolicy, State
+from dflash_moe.holders.owner import Owner
+from dflash_moe.holders.worker_keeper import WorkerKeeper
+
+SOON_S = 60.0
+QUICK = RestartPolicy(backoff_s=(0.001, 0.002), deaths=3)
+
+
+class Pretended:
+    """A fleet of one worker, and those who call it. `failures` are raised by the next steps."""
+
+    def __init__(self, *, is_started_by_host: bool = True) -> None:
+        self.owner = Owner()
+        self.done: list[str] = []
+        self.failures: list[tuple[str, BaseException]] = []
+        self.hung_up = threading.Event()
+        self.hangs_at = ""
+        self.lost: list[tuple[str, str]] = []
+        self.told: list[State] = []
+        self.has_left = False
+        session = SimpleNamespace(
+            started=None, fileno=lambda: -1, kill=lambda: None, hang_up=self.hung_up.set, has_left=lambda: self.has_left
+        )
+        address = SimpleNamespace(is_started_by_host=is_started_by_host)
+        self.member: Any = SimpleNamespace(name="w0", session=session, address=address, last_exit="")
+        self.members = {"w0": self.member}
+
+    def step(self, name: str) -> None:
+        self.done.append(name)
+        if self.hangs_at == name:
+            assert self.hung_up.wait(SOON_S)
+            raise WorkerLost("hung up on")
+        if self.failures and self.failures[0][0] == name:
+            raise self.failures.pop(0)[1]
+
+    def start_again(self, _member: Any) -> None:
+        self.step("start")
+
+    def load_again(self, _member: Any, shards: Any) -> None:
+        assert shards == ["its shards"]
+        self.step("load")
+
+    def end_member(self, _member: Any) -> None:
+        self.step("end")
+
+    def dismiss(self, _member: Any) -> None:
+        self.step("dismiss")
+
+    def lose(self, _member: Any, reason: str) -> None:
+        self.done.append(f"lose: {reason}")
+
+    def join(self, _member: Any) -> None:
+        self.lost.clear()
+        self.step("join")
+
+    def losses(self) -> list[tuple[str, str]]:
+        return list(self.lost)
+
+    def descriptor(self) -> int:
+        return -1
+
+    def tell(self, _member: Any, life: Any) -> None:
+        self.told.append(life.state)
+
+
+Keep = Callable[..., WorkerKeeper]
+
+
+@pytest.fixture
+def keep() -> Iterator[Keep]:
+    keepers: list[WorkerKeeper] = []
+
+    def start(pretended: Any, policy: RestartPolicy = QUICK) -> WorkerKeeper:
+        keepers.append(WorkerKeeper(pretended, policy, pretended))
+        keepers[-1].start({"w0": ["its shards"]})  # type: ignore[dict-item]
+        return keepers[-1]
+
+    yield start
+    for keeper in keepers:
+        keeper.call_off()
+        keeper.close()
+
+
+def wait_for(keeper: WorkerKeeper, state: str) -> None:
+    until = time.monotonic() + SOON_S
+    while keeper.states()[0].state != state:
+        assert time.monotonic() < until, keeper.states()
+        time.sleep(0.001)
+
+
+def lose_and_wait(keeper: WorkerKeeper, pretended: Pretended, state: str = "ready") -> None:
+    deaths = keeper.states()[0].deaths
+    keeper.note_loss("w0", "no progress")
+    until = time.monotonic() + SOON_S
+    while keeper.states()[0].deaths == deaths:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    wait_for(keeper, state)
+
+
+def test_a_loss_is_cleared_away_before_the_worker_is_started_loaded_and_joined(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    lose_and_wait(keeper, pretended)
+    assert pretended.done == ["lose: no progress", "end", "start", "load", "join"]
+    states = [State.READY, State.LOST, State.WAITING, State.STARTING, State.JOINING, State.READY]
+    assert pretended.told == states
+
+
+def test_a_loss_that_only_the_calls_know_is_seen_at_the_bell(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    pretended.lost.append(("w0", "it sent garbage"))
+    keeper.ring()
+    wait_for(keeper, "ready")
+    until = time.monotonic() + SOON_S
+    while "join" not in pretended.done:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert pretended.done[0] == "lose: it sent garbage"
+
+
+@pytest.mark.parametrize("step", ["start", "load", "join"])
+@pytest.mark.parametrize(
+    "failure", [WorkerLost("died"), WorkerError("out of memory"), DflashError("no descriptors"), OSError("?")]
+)
+def test_whatever_a_step_fails_with_it_is_tried_again(keep: Keep, step: str, failure: BaseException) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    pretended.failures.append((step, failure))
+    lose_and_wait(keeper, pretended)
+    assert pretended.done.count("end") == 2
+    was_death = isinstance(failure, WorkerLost | OSError) or (isinstance(failure, WorkerError) and step != "start")
+    assert keeper.states()[0].deaths == 1 + was_death
+
+
+@pytest.mark.parametrize("step", ["start", "load"])
+@pytest.mark.parametrize("failure", [CheckpointError("other weights"), ConfigError("no such device")])
+def test_a_worker_that_will_not_do_is_left_alone_until_it_is_released(keep: Keep, step: str, failure: DflashError) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    pretended.failures.append((step, failure))
+    lose_and_wait(keeper, pretended, "quarantined")
+    assert keeper.states()[0].reason == str(failure)
+    assert f"it is left alone ({failure})" in keeper.remedy_of("w0")
+    keeper.release("w0")
+    wait_for(keeper, "ready")
+    with pytest.raises(ConfigError, match="worker w0 is ready"):
+        keeper.release("w0")
+
+
+def test_out_of_reach_is_no_death_of_a_worker_started_by_hand(keep: Keep) -> None:
+    pretended = Pretended(is_started_by_host=False)
+    keeper = keep(pretended)
+    pretended.failures += [("start", WorkerLost("connection refused"))] * 10
+    lose_and_wait(keeper, pretended)
+    assert keeper.states()[0].deaths == 1
+    assert pretended.done.count("start") == 11
+
+
+@pytest.mark.parametrize("step", ["start", "load", "join"])
+def test_the_end_cuts_short_what_is_under_way(keep: Keep, step: str) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    pretended.hangs_at = step
+    keeper.note_loss("w0", "no progress")
+    until = time.monotonic() + SOON_S
+    while step not in pretended.done:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    keeper.call_off()
+    assert pretended.hung_up.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-w0")]
+
+
+def test_a_keeper_without_workers_of_other_processes_has_no_thread(keep: Keep) -> None:
+    pretended = Pretended()
+    pretended.member.session = None
+    keeper = keep(pretended)
+    assert [found.state for found in keeper.states()] == ["ready"]
+    assert keeper.remedy_of("w0") == "start the runtime anew"
+    assert not [thread for thread in threading.enumerate() if thread.name == "dflash-workers"]
+
+
+def parting_of(pretended: Pretended, drain_s: float) -> Parting:
+    def gone(_member: Any) -> None:
+        pretended.members = {}
+        pretended.done.append("gone")
+
+    return Parting(drain_s, lambda _member: pretended.done.append("leave"), gone)
+
+
+def test_a_worker_that_is_removed_drains_says_goodbye_and_is_forgotten(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    wait_for(keeper, "draining")
+    with pytest.raises(ConfigError, match="worker w0 is draining already"):
+        keeper.let_go("w0", parting_of(pretended, 0.0))
+    keeper.note_idle("w0")
+    assert keeper.await_end("w0", SOON_S) is None
+    assert pretended.done == ["leave", "dismiss", "gone"]
+    assert pretended.told[-1] is State.GONE
+    assert keeper.states() == []
+    keeper.note_idle("w0")  # it is nobody's any more
+    keeper.note_loss("w0", "hung up")
+    with pytest.raises(ConfigError, match="no worker is named 'w0'"):
+        keeper.release("w0")
+
+
+def test_the_time_to_drain_ends_by_itself(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 0.01))
+    assert keeper.await_end("w0", SOON_S) is None
+    assert pretended.done == ["leave", "dismiss", "gone"]
+
+
+def test_a_recycled_worker_is_ended_and_started_anew_without_a_pause(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended, RestartPolicy(backoff_s=(3600.0, 3600.0)))
+    keeper.let_go("w0", parting_of(pretended, 3600.0), is_recycled=True)
+    wait_for(keeper, "draining")
+    keeper.note_idle("w0")
+    back = keeper.await_end("w0", SOON_S)
+    assert back is not None
+    assert (back.state, back.deaths) == ("ready", 0)
+    assert pretended.done == ["leave", "dismiss", "start", "load", "join"]
+
+
+def test_a_worker_lost_while_it_drains_is_ended_at_once(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    wait_for(keeper, "draining")
+    keeper.note_loss("w0", "hung up")
+    assert keeper.await_end("w0", SOON_S) is None
+
+
+def test_a_wait_for_a_worker_that_drains_has_a_limit_and_ends_with_the_keeper(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    with pytest.raises(WorkerTimeout, match=r"worker w0 is (ready|draining) after 0\.01 s"):
+        keeper.await_end("w0", 0.01)
+    closing = threading.Timer(0.05, keeper.call_off)
+    closing.start()
+    with pytest.raises(DflashError, match="closed while worker w0 was let go"):
+        keeper.await_end("w0", SOON_S)
+    closing.join(SOON_S)
+
+
+def test_a_worker_that_is_not_ready_is_removed_without_a_goodbye(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended, RestartPolicy(is_on=False))
+    lose_and_wait(keeper, pretended, "quarantined")
+    with pytest.raises(ConfigError, match="worker w0 is quarantined and not ready: no progress"):
+        keeper.let_go("w0", parting_of(pretended, 0.0), is_recycled=True)
+    keeper.let_go("w0", parting_of(pretended, 3600.0))
+    assert keeper.await_end("w0", SOON_S) is None
+    assert pretended.done == ["lose: no progress", "end", "gone"]
+
+
+def test_what_a_worker_said_last_is_the_reason_of_its_loss(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    pretended.has_left = True
+    lose_and_wait(keeper, pretended)
+    assert pretended.done[0] == "lose: it was told to stop"
