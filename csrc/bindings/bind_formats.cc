@@ -8,11 +8,11 @@
 #include "base/float_mode.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
+#include "cards/record_layout.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/panels/panel_layout.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
-#include "compute/gpu/record_layout.h"
 
 namespace py = pybind11;
 

@@ -9,7 +9,6 @@
 
 #include "base/convert.h"
 #include "compute/experts/random_expert.h"
-#include "compute/gpu/host_routing.h"
 #include "compute/reference/class_bounds.h"
 #include "compute/reference/reference.h"
 
@@ -27,9 +26,7 @@ constexpr uint32_t kExperts = 4;
 // experts in the middle, which two of three rows choose.
 constexpr uint32_t kFewRows = 3, kManyRows = 36;
 constexpr uint32_t kPairsPerRow = 2;
-// More pairs than a GPU's layer lists on the host (host_routing.h), so the device makes the lists.
-constexpr uint32_t kListedRows = 300;
-static_assert(kListedRows * kPairsPerRow > compute::gpu::kMostHostPairs);
+constexpr uint32_t kListedRows = kListedPairs / kPairsPerRow;
 
 struct SpecCase {
   const char* name;

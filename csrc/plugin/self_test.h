@@ -10,6 +10,10 @@
 
 namespace dflash::plugin {
 
+// So many pairs the case has that is about lists of pairs. A card's layer lists as many on the
+// device and not on the host (cards/entry/gpu_plugin.h asserts it).
+inline constexpr uint32_t kListedPairs = 600;
+
 struct SelfTestResult {
   uint32_t num_cases = 0;  // of this device
   uint64_t elements = 0;   // compared

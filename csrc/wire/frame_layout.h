@@ -1,6 +1,6 @@
 // The bytes of a frame header: its constants and where each field lies. This is the one description
-// of them; the codec (frame.cc) and the kernels of a host's card (device_exchange/) both read it,
-// so it uses nothing that device code cannot have.
+// of them; the codec (frame.cc) and the kernels of a host's card (cards/device_exchange/) both read
+// it, so it uses nothing that device code cannot have.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,6 +1,6 @@
 // Where everything lies in a request and a reply payload. This is the one description of it, for
-// the processor's code and for the kernels of a host's card (device_exchange/), so it uses nothing
-// that device code cannot have. payload.h has the same offsets with their limits checked.
+// the processor's code and for the kernels of a host's card (cards/device_exchange/), so it uses
+// nothing that device code cannot have. payload.h has the same offsets with their limits checked.
 //
 // Request payload: weights f32 [num_pairs] | row_counts u16 [num_rows] | local_expert_ids u16
 // [num_pairs] | zero pad to kRowAlignment | hidden rows [num_rows, row_width] in the request dtype.

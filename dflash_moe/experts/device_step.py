@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A step has at most this many calls (kMostStepCalls of csrc/device_exchange).
+# A step has at most this many calls (kMostStepCalls of csrc/cards/device_exchange).
 MAX_CALLS = 512
 # A thread that waits for the device looks this often whether it was interrupted. The workers are
 # watched by a thread of the core (csrc/client/step_watch.h).

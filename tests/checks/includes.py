@@ -5,12 +5,12 @@
     compute <- plugin <- bindings; transport, plugin <- measure (an extension of its own)
     worker, client <- simulation (an extension of its own)
     base, wire, transport, client <- c_interface (what a program without Python links)
-    wire, transport/ring, compute/gpu <- device_exchange <- plugin/entry (the plug-ins, no core)
+    wire, transport/ring, cards <- device_exchange <- cards/entry (the plug-ins, no core)
     client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
 
 Inside transport, secure is below the other folders and stream alone builds on it; the room's own
 files join them. And inside compute: formats <- numerics <- experts <- operators <- reference <-
-cpu, and experts <- gpu.
+cpu.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -31,21 +31,22 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "client": {"base", "wire", "transport"},
     "c_interface": {"base", "wire", "transport", "client"},
     "ggml_plugin": {"c_interface"},
-    "device_exchange": {"base", "wire", "transport", "compute"},
     "plugin": {"base", "compute"},
-    "measure": {"base", "transport", "compute", "plugin"},
+    "cards": {"base", "compute"},
+    "measure": {"base", "transport", "compute", "plugin", "cards"},
     "simulation": {"base", "wire", "transport", "compute", "store", "worker", "client"},
-    "bindings": {"base", "wire", "transport", "compute", "plugin", "store", "worker", "client"},
+    "bindings": {"base", "wire", "transport", "compute", "plugin", "cards", "store", "worker", "client"},
 }
-# What one folder of a room may include beyond its room: the sources that become plug-ins bring the
-# kernels of device steps along, which nothing else of that room knows.
-FOLDER_MAY_INCLUDE: dict[str, set[str]] = {"plugin/entry": {"device_exchange"}}
-# Of these rooms only a folder: a device has rings and kernels, and neither sockets nor the
-# processor's experts. A program of others gets to the client by its C interface alone.
-ONLY_FOLDERS: dict[tuple[str, str], str] = {
-    ("device_exchange", "transport"): "transport/ring/",
-    ("device_exchange", "compute"): "compute/gpu/",
-    ("ggml_plugin", "c_interface"): "c_interface/dflash_moe.h",
+# What one folder of a room may include beyond its room: the device's side of the exchange knows the
+# wire, and the sources that become plug-ins know the tables between a plug-in and the core.
+FOLDER_MAY_INCLUDE: dict[str, set[str]] = {"cards/device_exchange": {"wire", "transport"}, "cards/entry": {"plugin"}}
+# Of these rooms only a part: a device has rings and kernels, and neither sockets nor the
+# processor's experts. Of cards the core reads the formats that they take. A program of others gets to the client by its C interface alone.
+ONLY_PARTS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("cards", "transport"): ("transport/ring/",),
+    ("cards", "compute"): ("compute/formats/", "compute/experts/", "compute/numerics.h", "compute/yielding_progress.h"),
+    ("bindings", "cards"): ("cards/record_layout.h",),
+    ("ggml_plugin", "c_interface"): ("c_interface/dflash_moe.h",),
 }
 # Inner walls: folder of a room -> folders of that room which it may include. "" is the room's own
 # files, which say what numerics classes are. An operator beside `experts` knows what that knows.
@@ -57,7 +58,17 @@ MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
         "operators": {"", "formats", "experts"},
         "reference": {"", "formats", "experts", "operators"},
         "cpu": {"", "formats", "experts", "operators", "reference"},
-        "gpu": {"", "formats", "experts"},
+    },
+    # "" is the host's side of a card, whatever its runtime; `sim` is the runtime that simulates one.
+    "cards": {
+        "": {"sim"},
+        "kernels": {"", "sim"},
+        "sim": {"", "kernels"},
+        "module": {""},
+        "cuda": {"", "module"},
+        "hip": {"", "module"},
+        "device_exchange": {"", "kernels", "sim"},
+        "entry": {"", "kernels", "sim", "module", "cuda", "hip", "device_exchange"},
     },
     "transport": {
         "secure": set(),
@@ -152,7 +163,7 @@ def _findings_of_include(at: str, source: Path, bracket: str, target: str, csrc:
         return [f'{at}: include "{target}" by its path from csrc/, as "room/file.h"']
     may = MAY_INCLUDE[room] | ({"bindings"} if is_binding else set())  # conversions and exceptions, once
     may |= FOLDER_MAY_INCLUDE.get(f"{room}/{_folder(source)}", set())
-    is_in_folder = target.startswith(ONLY_FOLDERS.get((room, other), ""))
-    if other != room and (other not in may or not is_in_folder):
+    is_in_part = target.startswith(ONLY_PARTS.get((room, other), ("",)))
+    if other != room and (other not in may or not is_in_part):
         return [f"{at}: {room} must not include {target}; the arrows are in tests/checks/includes.py"]
     return []

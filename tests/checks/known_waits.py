@@ -71,20 +71,20 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock turn_mutex_": "straight: draws or counts a number; the wait under it is timed and gives it up",
         "spin _mm_pause": "bounded: spin_until looks at its deadline after 32 turns",
     },
-    "csrc/compute/gpu/gpu_device.cc": {
+    "csrc/cards/gpu_device.cc": {
         "lock mutex_": "bounded: whoever has the device drains it within wait_limit_; then it counts as hung and nobody waits",
         "wait runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument, in the loop until wait_limit_",
     },
-    "csrc/compute/gpu/gpu_device.h": {
+    "csrc/cards/gpu_device.h": {
         "lock lock_": "bounded: a Turn lasts for one batch, whose device work is drained within wait_limit_",
     },
-    "csrc/compute/gpu/gpu_host.cc": {
+    "csrc/cards/gpu_host.cc": {
         "wait runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument, handed down by the caller",
     },
-    "csrc/compute/gpu/gpu_host.h": {
+    "csrc/cards/gpu_host.h": {
         "lock lock_": "bounded: a Turn lasts for one operation of a device step, each of which has a limit or only queues",
     },
-    "csrc/compute/gpu/module/module_runtime.cc": {
+    "csrc/cards/module/module_runtime.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline in every turn before it yields",
     },
     "csrc/ggml_plugin/initialize.cc": {
@@ -107,7 +107,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "futex SYS_futex": "bounded: waits for a second at most, and for 100,000 of them or wake-ups altogether",
         "join thread": "bounded: the answering thread ends by its own deadline, also when measuring failed",
     },
-    "csrc/plugin/entry/host_table.h": {
+    "csrc/cards/entry/host_table.h": {
         "wait host->steps": "bounded: takes the longest time as its argument, timeout_ns of the C table",
     },
     "csrc/plugin/host_device.cc": {

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/gpu/kernel_entries.h"
+#include "cards/kernel_entries.h"
 #include "measure/bells/bell_params.h"
 
 namespace dflash::measure {

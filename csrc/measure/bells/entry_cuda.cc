@@ -1,11 +1,11 @@
 // libdflash_cuda_measure.so: the kernel that measures a doorbell on NVIDIA's cards.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/gpu/cuda/cuda_driver.h"
-#include "compute/gpu/module/module_runtime.h"
+#include "cards/cuda/cuda_driver.h"
+#include "cards/entry/embedded_image.h"
+#include "cards/entry/export.h"
+#include "cards/module/module_runtime.h"
 #include "measure/bells/bell_kernels.h"
 #include "measure/bells/bell_table.h"
-#include "plugin/entry/embedded_image.h"
-#include "plugin/entry/export.h"
 
 DFLASH_EMBED(dflash_bell_kernels_cuda, DFLASH_CUDA_IMAGE)
 

@@ -1,12 +1,12 @@
 // libdflash_hip_measure.so: the kernel that measures a doorbell on AMD's cards, one code object per
 // architecture.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/gpu/hip/hip_driver.h"
-#include "compute/gpu/module/module_runtime.h"
+#include "cards/entry/embedded_image.h"
+#include "cards/entry/export.h"
+#include "cards/hip/hip_driver.h"
+#include "cards/module/module_runtime.h"
 #include "measure/bells/bell_kernels.h"
 #include "measure/bells/bell_table.h"
-#include "plugin/entry/embedded_image.h"
-#include "plugin/entry/export.h"
 
 #define DFLASH_HIP_OBJECT(architecture, path) DFLASH_EMBED(dflash_bell_kernels_##architecture, path)
 #include DFLASH_HIP_OBJECTS

@@ -3,9 +3,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include "cards/entry/export.h"
 #include "measure/bells/bell_table.h"
 #include "measure/bells/sim_bells.h"
-#include "plugin/entry/export.h"
 
 namespace dflash::measure {
 namespace {

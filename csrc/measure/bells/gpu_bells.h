@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "compute/gpu/gpu_host.h"
+#include "cards/gpu_host.h"
 #include "measure/bells/queue_words.h"
 
 namespace dflash::measure {

@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "compute/gpu/module/driver_library.h"
+#include "cards/module/driver_library.h"
 #include "measure/bells/cuda_queue_functions.h"
 
 namespace dflash::measure {

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/result.h"
-#include "compute/gpu/device_runtime.h"
+#include "cards/device_runtime.h"
 
 namespace dflash::measure {
 

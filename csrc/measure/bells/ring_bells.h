@@ -4,7 +4,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/gpu/portable.h"
+#include "cards/portable.h"
 #include "measure/bells/bell_params.h"
 
 namespace dflash::measure {

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "compute/gpu/sim/sim_runtime.h"
+#include "cards/sim/sim_runtime.h"
 #include "measure/bells/queue_words.h"
 
 namespace dflash::measure {

@@ -1,6 +1,7 @@
 // The words of a ring: where they lie in the memory that one side writes and the other only reads,
 // and what their bits say. This is the one description of them, for the processor's channel and for
-// the kernels of a host's card (device_exchange/), so it uses nothing that device code cannot have.
+// the kernels of a host's card (cards/device_exchange/), so it uses nothing that device code cannot
+// have.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -13,8 +13,8 @@
 #include <cuda.h>
 #endif
 
-#include "compute/gpu/cuda/cuda_driver.h"
-#include "compute/gpu/module/module_runtime.h"
+#include "cards/cuda/cuda_driver.h"
+#include "cards/module/module_runtime.h"
 #include "measure/bells/bell_kernels.h"
 #include "measure/bells/cuda_queue_functions.h"
 #include "measure/bells/queue_words.h"

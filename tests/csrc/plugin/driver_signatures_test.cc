@@ -14,9 +14,9 @@
 #include <hip/hip_runtime_api.h>
 #endif
 
-#include "compute/gpu/cuda/cuda_functions.h"
-#include "compute/gpu/hip/hip_functions.h"
-#include "compute/gpu/module/driver_api.h"
+#include "cards/cuda/cuda_functions.h"
+#include "cards/hip/hip_functions.h"
+#include "cards/module/driver_api.h"
 #include "plugin/alike_functions.h"
 
 namespace {

@@ -13,11 +13,11 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "compute/gpu/cuda/cuda_driver.h"
-#include "compute/gpu/hip/hip_driver.h"
-#include "compute/gpu/kernel_params.h"
-#include "compute/gpu/kernel_table.h"
-#include "compute/gpu/module/module_runtime.h"
+#include "cards/cuda/cuda_driver.h"
+#include "cards/hip/hip_driver.h"
+#include "cards/kernel_params.h"
+#include "cards/kernel_table.h"
+#include "cards/module/module_runtime.h"
 
 namespace {
 

@@ -102,14 +102,14 @@ def test_unknown_room_is_found(tmp_path: Path) -> None:
         ("wire/z.cc", '#include "limits.h"\n'),
         ("compute/formats/x.h", '#include "compute/experts/ffn_spec.h"\n'),
         ("compute/experts/x.h", '#include "compute/cpu/thread_pool.h"\n'),
-        ("compute/gpu/kernels/x.h", '#include "compute/cpu/kernel_set.h"\n'),
+        ("cards/kernels/x.h", '#include "compute/cpu/kernel_set.h"\n'),
         ("compute/misplaced/x.h", '#include "compute/numerics.h"\n'),
-        ("compute/gpu/kernels/x.h", '#include "wire/frame_layout.h"\n'),
-        ("compute/gpu/kernels/x.h", '#include "device_exchange/step_params.h"\n'),
-        ("device_exchange/x.cc", '#include "transport/channel.h"\n'),
-        ("device_exchange/x.cc", '#include "compute/cpu/kernel_set.h"\n'),
-        ("device_exchange/x.cc", '#include "client/encode.h"\n'),
-        ("plugin/host_device.cc", '#include "device_exchange/gpu_steps.h"\n'),
+        ("cards/kernels/x.h", '#include "wire/frame_layout.h"\n'),
+        ("cards/kernels/x.h", '#include "cards/device_exchange/step_params.h"\n'),
+        ("cards/device_exchange/x.cc", '#include "transport/channel.h"\n'),
+        ("cards/device_exchange/x.cc", '#include "compute/cpu/kernel_set.h"\n'),
+        ("cards/device_exchange/x.cc", '#include "client/encode.h"\n'),
+        ("plugin/host_device.cc", '#include "cards/device_exchange/gpu_steps.h"\n'),
         ("c_interface/x.cc", '#include "compute/experts/ffn_spec.h"\n'),
         ("client/x.cc", '#include "c_interface/session.h"\n'),
         ("c_interface/x.cc", "void f() { throw 1; }\n"),
@@ -129,10 +129,10 @@ def test_includes_along_the_rooms_pass(tmp_path: Path) -> None:
     )
     _room_file(
         tmp_path,
-        "device_exchange/kernels/x.h",
-        '#include "transport/ring/ring_words.h"\n#include "wire/frame_layout.h"\n#include "compute/gpu/portable.h"\n',
+        "cards/device_exchange/kernels/x.h",
+        '#include "transport/ring/ring_words.h"\n#include "wire/frame_layout.h"\n#include "cards/portable.h"\n',
     )
     _room_file(tmp_path, "c_interface/x.cc", '#include "client/types.h"\nvoid f() { try { g(); } catch (...) { h(); } }\n')
-    _room_file(tmp_path, "plugin/entry/x.h", '#include "device_exchange/gpu_steps.h"\n')
+    _room_file(tmp_path, "cards/entry/x.h", '#include "cards/device_exchange/gpu_steps.h"\n')
     _room_file(tmp_path, "bindings/x.cc", "#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n")
     assert includes.find(tmp_path) == []

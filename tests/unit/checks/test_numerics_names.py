@@ -31,7 +31,7 @@ def findings(root: Path, name: str, text: str) -> list[str]:
         ("dflash_moe/placement/plan.py", 'PER_ARCHITECTURE = ("bf16-dot",)\n'),
         ("dflash_moe/protocol/identity.py", 'def is_bf16(name: str) -> bool:\n    return name.startswith("bf16-")\n'),
         ("dflash_moe/cli/doctor/doctor.py", 'print(f"numerics f32-canonical of {isa}")\n'),
-        ("csrc/compute/gpu/gpu_layer.cc", "if (numerics == NumericsClass::kBf16Dot) return true;\n"),
+        ("csrc/cards/gpu_layer.cc", "if (numerics == NumericsClass::kBf16Dot) return true;\n"),
         ("csrc/bindings/bind_plugin.cc", 'py::arg("numerics") = "f32-canonical"\n'),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_class_named_outside_of_the_table_is_found(tmp_path: Path, name: str, 
     ("name", "text"),
     [
         ("csrc/compute/cpu/kernels_avx512bf16.cc", "kNumerics = NumericsClass::kBf16Dot;  // bf16-dot\n"),
-        ("csrc/compute/gpu/gpu_layer.h", "// The bits of f32-canonical.\n"),
+        ("csrc/cards/gpu_layer.h", "// The bits of f32-canonical.\n"),
         ("dflash_moe/placement/plan.py", '"""Classes such as bf16-dot."""\nNAME = "bf16"\n'),
         ("tests/unit/test_classes.py", 'CLASS = "bf16-dot"\n'),
     ],

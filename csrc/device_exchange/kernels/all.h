@@ -1,8 +1,0 @@
-// Every kernel of exchange_kernels.h, for the translation unit of a vendor
-// (plugin/entry/kernels.cu) and for the simulator's.
-// SPDX-License-Identifier: Apache-2.0
-#pragma once
-
-#include "device_exchange/kernels/await_replies.h"
-#include "device_exchange/kernels/combine_replies.h"
-#include "device_exchange/kernels/pack_requests.h"

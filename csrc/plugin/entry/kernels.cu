@@ -1,5 +1,0 @@
-// The one translation unit of the kernels in a plug-in for real cards, for nvcc and for clang -x
-// hip: those that compute experts and those of device steps, in one image.
-// SPDX-License-Identifier: Apache-2.0
-#include "compute/gpu/kernels/all.h"
-#include "device_exchange/kernels/all.h"
