@@ -21,7 +21,19 @@ from tests.checks.sources import project_files
 DOCUMENT = "docs/architecture.md"
 NAME = "rooms"
 # The names below which everything stands, and what is no room: files directly in the package.
-GROUND = {"errors", "named_files", "version", "telemetry", "config", "_core", "_measure", "_simulation", "base", "__init__", "__main__"}
+GROUND = {
+    "errors",
+    "named_files",
+    "version",
+    "telemetry",
+    "config",
+    "_core",
+    "_measure",
+    "_simulation",
+    "base",
+    "__init__",
+    "__main__",
+}
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"/]+)/', re.MULTILINE)
 
 
