@@ -41,7 +41,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # wire, and the sources that become plug-ins know the tables between a plug-in and the core.
 FOLDER_MAY_INCLUDE: dict[str, set[str]] = {"cards/device_exchange": {"wire", "transport"}, "cards/entry": {"plugin"}}
 # Of these rooms only a part: a device has rings and kernels, and neither sockets nor the
-# processor's experts. Of cards the core reads the formats that they take. A program of others gets to the client by its C interface alone.
+# processor's experts. Of cards the core reads the formats that they take. A program of others gets
+# to the client by its C interface alone.
 ONLY_PARTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cards", "transport"): ("transport/ring/",),
     ("cards", "compute"): ("compute/formats/", "compute/experts/", "compute/numerics.h", "compute/yielding_progress.h"),
@@ -59,7 +60,7 @@ MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
         "reference": {"", "formats", "experts", "operators"},
         "cpu": {"", "formats", "experts", "operators", "reference"},
     },
-    # "" is the host's side of a card, whatever its runtime; `sim` is the runtime that simulates one.
+    # "" is the host's side of a card, whatever its runtime; `sim` is that of a simulated card.
     "cards": {
         "": {"sim"},
         "kernels": {"", "sim"},

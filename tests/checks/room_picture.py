@@ -1,5 +1,5 @@
-"""Draws the rooms of the product from its imports and includes, into docs/architecture.md, and finds
-where the drawing there is stale. `python -m tests.checks.room_picture` draws it anew.
+"""Draws the rooms of the product from its imports and includes, into docs/architecture.md, and
+finds where the drawing there is stale. `python -m tests.checks.room_picture` draws it anew.
 
 A room stands above all that it knows. Of its arrows those are drawn that no longer way implies, so
 that what is left can be read as a building: who wants to know what a room may rest on follows them
@@ -20,20 +20,9 @@ from tests.checks.sources import project_files
 
 DOCUMENT = "docs/architecture.md"
 NAME = "rooms"
-# The names below which everything stands, and what is no room: files directly in the package.
-GROUND = {
-    "errors",
-    "named_files",
-    "version",
-    "telemetry",
-    "config",
-    "_core",
-    "_measure",
-    "_simulation",
-    "base",
-    "__init__",
-    "__main__",
-}
+# What everything stands on, and what is no room: files directly in the package.
+GROUND = {"errors", "named_files", "version", "telemetry", "config", "base"}
+GROUND |= {"_core", "_measure", "_simulation", "__init__", "__main__"}
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"/]+)/', re.MULTILINE)
 
 
