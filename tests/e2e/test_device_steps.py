@@ -201,7 +201,12 @@ def stop(runtime: ExpertRuntime, name: str, number: int) -> int:
 
 def is_stopped(pid: int) -> bool:
     """True once no thread of the process runs any more."""
-    states = (task.joinpath("stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir())
+    try:
+        states = [
+            task.joinpath("stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+        return False
     return all(state == "T" for state in states)
 
 

@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -26,8 +27,10 @@ def masks_of(pid: int) -> list[tuple[int, ...]]:
     """The affinity of each thread."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/status"):
-        line = next(line for line in path.read_text().splitlines() if line.startswith("Cpus_allowed_list:"))
-        found.append(parse_cpu_list(line.split(":", 1)[1]))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            text = path.read_text()
+            line = next(line for line in text.splitlines() if line.startswith("Cpus_allowed_list:"))
+            found.append(parse_cpu_list(line.split(":", 1)[1]))
     return found
 
 
@@ -66,7 +69,10 @@ def test_a_worker_inside_the_host_pins_threads_of_its_pool_and_never_the_caller(
         runtime.experts(0, *routed_batch(3, 64, 8, 2))
         assert not [thread for thread in threading.enumerate() if thread.name == "expert-w0"]
         started = set(os.listdir("/proc/self/task")) - threads
-        masks = [os.sched_getaffinity(int(thread)) for thread in started]
+        masks = []
+        for thread in started:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                masks.append(os.sched_getaffinity(int(thread)))
         # The caller is the first of the pool's threads, and stays where it may run.
         assert masks.count({cpus[-1]}) == (1 if len(cpus) == 2 else 0)
         assert os.sched_getaffinity(0) == before

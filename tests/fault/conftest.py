@@ -104,7 +104,9 @@ def freeze(pid: int) -> None:
 
 
 def _state(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return "T"  # a thread that has ended meanwhile stands still too
 
 
 def wait_until(claim: Callable[[], bool], seconds: float) -> bool:
@@ -121,6 +123,7 @@ def children_of(pid: int) -> list[int]:
     """Returns the direct children of a process."""
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile has none
+        # A thread that has ended meanwhile has none, whether or not its file was still opened.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     return found
