@@ -113,7 +113,7 @@ def test_threads_and_an_event_loop_share_one_engine_and_get_their_own_tokens(llm
         awaited = callers.submit(asyncio.run, all_streamed())
         threaded = list(callers.map(whole, places))
         assert awaited.result(60) == threaded == [plain[place] for place in places]
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # fewer, where a thread of an earlier test ended
 
 
 def test_a_stop_string_ends_a_choice_early_and_gives_its_blocks_back(llm, plain):

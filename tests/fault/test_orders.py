@@ -165,7 +165,7 @@ def test_nothing_is_left_of_the_socket_after_the_runtime(spec: ModelSpec) -> Non
     assert os.getpid() not in control.running_hosts()
     assert ("@" + address) not in control.UNIX_SOCKETS.read_text()
     assert not [one.name for one in threading.enumerate() if one.name.startswith("dflash-")]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer, where garbage of earlier tests went
 
 
 def test_close_ends_an_order_that_is_under_way(spec: ModelSpec) -> None:

@@ -271,7 +271,7 @@ def test_without_a_request_there_is_no_thread():
     masks = MaskThread(VOCAB)
     assert masks.request_all([]) == 0
     assert masks.take_all([], PATIENCE_S) == {}
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # fewer, where a thread of an earlier test ended
     assert masks.close(0.0)
 
 
