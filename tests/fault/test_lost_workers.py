@@ -183,7 +183,7 @@ def test_garbage_on_the_data_path_is_a_typed_error_and_never_a_number(spec: Mode
 
     for _ in range(3):
         with ExpertRuntime.start(
-            Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=1.0, park_s=0
+            Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, park_s=0, **FAR
         ) as runtime:
             expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
             assert np.array_equal(call(runtime), expected)
