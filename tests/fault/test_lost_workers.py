@@ -196,7 +196,7 @@ def test_a_dropped_reply_times_out_and_the_next_call_is_right(spec: ModelSpec) -
         return _core.make_faulty(channel, kind="drop", point="poll", nth=1) if name == "w0" else channel
 
     with ExpertRuntime.start(
-        Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=0.3
+        Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=3.0
     ) as runtime:
         expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
         with pytest.raises(WorkerTimeout, match="w0"):
