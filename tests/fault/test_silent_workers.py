@@ -62,7 +62,8 @@ def test_every_call_is_answered_while_a_worker_answers_nothing(
         while used(runtime) < before + 10 and time.monotonic() < until:
             assert np.array_equal(call(runtime), expected)
         assert used(runtime) >= before + 10
-        assert state_of(runtime).state == "ready"
+        # On a busy machine it may just have been late once more.
+        assert wait_until(lambda: state_of(runtime).state == "ready", BACK_S)
 
 
 def test_a_worker_that_comes_back_and_answers_nothing_again_and_again_is_left_alone(
@@ -89,7 +90,7 @@ def test_a_worker_that_comes_back_and_answers_nothing_again_and_again_is_left_al
 def test_without_anybody_else_the_error_says_what_the_worker_does(spec: ModelSpec, tmp_path: Path) -> None:
     settings = {"host_fallback": "none", "restart": False, "park_s": 0}
     with reached(spec, tmp_path, has_replica=False, call_timeout_s=0.3, **settings) as (runtime, proxy):
-        call(runtime)
+        # From the first call on, because a busy machine may take longer for a whole one.
         proxy.break_replies(DROP)
         with pytest.raises(WorkerTimeout, match="worker far did not answer"):
             call(runtime)
