@@ -35,7 +35,7 @@ from tests.fault.conftest import StartWorker, children_of, freeze, wait_until
 # A busy machine does in much less what is waited for here.
 BACK_S = 90.0
 # Limits that nothing here waits for: what goes on before them went on for another reason.
-FAR = {"stall_timeout_s": BACK_S, "call_timeout_s": 2 * BACK_S, "park_s": BACK_S}
+FAR = {"stall_timeout_s": BACK_S, "call_timeout_s": 2 * BACK_S, "park_s": BACK_S, "suspect_ms": 60_000.0}
 BATCH = make_batch(40)
 
 
