@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,14 +52,24 @@ def wait_for(claim: Callable[[], bool]) -> bool:
 def test_ctrl_c_while_a_worker_is_begun_leaves_neither_process_nor_zombie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_begin = threading.Event()
-    pids = begun(monkeypatch, lambda: bool(may_begin.wait(SOON_S)))
+    is_asked, may_begin = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        is_asked.set()
+        may_begin.wait(SOON_S)
+
+    def interrupt(main: int) -> None:
+        # The caller has ordered the worker and waits for it.
+        if is_asked.wait(SOON_S) and wait_for(lambda: sys._current_frames()[main].f_code.co_name == "wait"):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    pids = begun(monkeypatch, hold_up)
     # A test of workers in this process may have left Ctrl-C to their host.
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.main_thread().ident
     assert main is not None
     one = Launcher()
-    threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+    threading.Thread(target=interrupt, args=(main,)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             one.start_worker("w0", tmp_path)
