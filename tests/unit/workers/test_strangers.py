@@ -19,6 +19,7 @@ from dflash_moe.protocol.auth import authenticate_host
 from dflash_moe.protocol.failures import CROWDED
 from dflash_moe.protocol.framing import Connection
 from dflash_moe.protocol.messages import Refusal, Role
+from dflash_moe.runtime import dialing
 from dflash_moe.runtime.dialing import CallOff, Credentials, connect_authenticated
 from dflash_moe.topology.addresses import Address
 from dflash_moe.workers import listener as listening
@@ -198,14 +199,23 @@ def test_a_handshake_that_was_cut_short_is_tried_again() -> None:
         dropping.close()
 
 
-def test_a_host_that_never_gets_through_says_how_often_it_tried_and_why() -> None:
+class Unhurried(CallOff):
+    """The pauses of its tries grow as they do, and take no time."""
+
+    def pause(self, seconds: float) -> bool:
+        return True
+
+
+def test_a_host_that_never_gets_through_says_how_often_it_tried_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The try whose pause would not end in time is the last, and has itself all the time it needs.
+    monkeypatch.setattr(dialing, "LONGEST_PAUSE_S", 600.0)
     dropping = Dropping(num_dropped=None)
     said = (
         r"worker far at tcp://.* dropped each of \d+ connections before their handshake was over, .* strangers without its key"
     )
     try:
         with pytest.raises(WorkerLost, match=said):
-            connect_authenticated("far", dropping.address, CREDENTIALS, deadline=time.monotonic() + 0.1, call_off=CallOff())
+            connect_authenticated("far", dropping.address, CREDENTIALS, deadline=time.monotonic() + 60, call_off=Unhurried())
     finally:
         dropping.close()
 
