@@ -73,7 +73,7 @@ def test_a_unix_listener_serves_over_shared_memory_or_the_socket(
     with reach(spec, worker.address, **overrides) as runtime:
         check_bits(runtime)
         assert runtime.stats()["transports"]["far"] == kind
-    assert worker.process.wait(10) == 0
+    assert worker.process.wait(READY_S) == 0
     assert not (tmp_path / "far.sock").exists()
 
 
@@ -228,7 +228,7 @@ def test_a_killed_worker_is_lost_in_a_call_and_its_stale_socket_does_not_block_t
     with reach(spec, address) as runtime:
         check_bits(runtime)
         worker.process.kill()
-        worker.process.wait(10)
+        worker.process.wait(READY_S)
         with pytest.raises(WorkerLost, match="far"):
             runtime.experts(0, *dataclasses.astuple(make_batch(40)))
     assert (tmp_path / "far.sock").exists()
@@ -267,7 +267,7 @@ def test_a_worker_forgets_a_host_that_was_killed_and_serves_the_next(
         except WorkerError:
             return False
 
-    assert wait_until(serves_again, 20)
+    assert wait_until(serves_again, READY_S)
 
 
 def test_strangers_cannot_keep_hosts_out(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:

@@ -249,7 +249,7 @@ def test_progress_that_does_not_rise_does_not_renew_the_deadline(worker: tuple[H
     reports: list[int] = []
     with pytest.raises(WorkerTimeout):
         session.load(shard(4), timeout_s=0.3, report=reports.append)
-    assert reports == [2]
+    assert reports in ([2], [])  # nothing where the worker did not get to speak in time
 
 
 def test_progress_counts_over_all_shards_of_the_session(worker: tuple[HostSession, Puppet]) -> None:
