@@ -246,7 +246,7 @@ def test_a_worker_killed_in_a_step_is_back_for_a_later_one(spec):
 
 
 def test_a_stopped_worker_costs_the_deadline_and_its_late_reply_is_never_taken(spec):
-    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=1.0) as runtime:
+    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=3.0, stall_timeout_s=60.0) as runtime:
         expected = [bits(runtime.experts(layer, *batch(4))) for layer in range(LAYERS)]
         began = time.monotonic()
         with pytest.raises(WorkerTimeout, match=r"worker near, layer model\.layers\.0.*deadline of a device step"):  # noqa: PT012, SIM117
@@ -254,7 +254,7 @@ def test_a_stopped_worker_costs_the_deadline_and_its_late_reply_is_never_taken(s
                 pid = stop(runtime, "near", signal.SIGSTOP)
                 for layer in range(LAYERS):
                     step.experts(layer, *batch(4))
-        assert 0.9 < time.monotonic() - began < PROMPT_S
+        assert 2.9 < time.monotonic() - began < PROMPT_S
         os.kill(pid, signal.SIGCONT)
         assert [bits(runtime.experts(layer, *batch(4))) for layer in range(LAYERS)] == expected, "replayed by plain calls"
         with runtime.device_step() as step:
@@ -262,7 +262,7 @@ def test_a_stopped_worker_costs_the_deadline_and_its_late_reply_is_never_taken(s
 
 
 def test_a_step_after_a_plain_call_that_timed_out_gets_paths_without_its_late_reply(spec):
-    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=1.0, host_fallback="none") as runtime:
+    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=3.0, stall_timeout_s=60.0, host_fallback="none") as runtime:
         expected = bits(runtime.experts(0, *batch(4)))
         pid = stop(runtime, "near", signal.SIGSTOP)
         with pytest.raises(WorkerTimeout):

@@ -38,7 +38,7 @@ from tests.fault.conftest import READY_S, HandStarted, StartWorker
 
 # Calls whose reply will not come, because a changed length has the reader wait, end after this.
 # A worker that came back by itself would hide that its connection had ended.
-SHORT = {"call_timeout_s": 2.0, "stall_timeout_s": 1.0, "start_timeout_s": 10.0, "restart": False}
+SHORT = {"call_timeout_s": 4.0, "stall_timeout_s": 2.0, "start_timeout_s": 10.0, "restart": False}
 # In a session of these tests about so many bytes pass before and in its first call.
 START_BYTES = 6000
 NUM_FLIPS, NUM_EARLY_FLIPS, NUM_STRANGERS = 50, 40, 1000

@@ -46,7 +46,7 @@ def batch_for(worker: int) -> Batch:
 def test_a_faulty_channel_ends_the_call_with_its_class_and_spares_the_other_worker(
     tmp_path: Path, fault: dict[str, Any], expected: type[Exception]
 ) -> None:
-    with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, call_timeout_s=0.3, faults={1: fault}) as runtime:
+    with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, call_timeout_s=2.0, faults={1: fault}) as runtime:
         with pytest.raises(expected, match=rf"w1.*{LAYER_NAME}"):
             runtime.run(batch_for(1))
         good = batch_for(0)
@@ -138,7 +138,7 @@ def test_a_worker_marked_lost_ends_its_calls_at_once(tmp_path: Path) -> None:
 def test_a_timed_out_slot_is_quarantined_until_the_path_is_renewed(tmp_path: Path) -> None:
     batch = batch_for(1)
     faults = {1: {"kind": "drop", "point": "publish", "nth": 1}}
-    with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, call_timeout_s=0.2, faults=faults) as runtime:
+    with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, call_timeout_s=2.0, faults=faults) as runtime:
         with pytest.raises(errors.WorkerTimeout):
             runtime.run(batch)
         assert runtime.client.workers()[1]["quarantined_slots"] == 1
