@@ -159,7 +159,13 @@ def test_a_worker_that_is_killed_ends_both_halves_and_undoes_the_step(name, monk
 
 def test_a_half_that_never_stores_its_keys_is_awaited_for_the_limit_only(packed, monkeypatch):
     monkeypatch.setattr(HalfTurns, "keys_stored", lambda *_: None)
-    monkeypatch.setattr(packed.micro_batches._halves, "_limit_s", lambda: 0.2)
+    await_keys = HalfTurns.await_keys
+
+    def await_briefly(turns: HalfTurns, layer: int) -> None:
+        turns._limit_s = 0.2  # not before: the other half may compute for longer on a busy machine
+        await_keys(turns, layer)
+
+    monkeypatch.setattr(HalfTurns, "await_keys", await_briefly)
     with pytest.raises(EngineError, match=r"layer 0: the first half .* limit of 0.2 s"):
         logits(packed, "2", *STEPS["one prompt"])
     monkeypatch.undo()

@@ -27,7 +27,7 @@ def masks_of(pid: int) -> list[tuple[int, ...]]:
     """The affinity of each thread."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/status"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             text = path.read_text()
             line = next(line for line in text.splitlines() if line.startswith("Cpus_allowed_list:"))
             found.append(parse_cpu_list(line.split(":", 1)[1]))

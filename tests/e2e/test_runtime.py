@@ -33,7 +33,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def runtime(spec: ModelSpec) -> Iterator[ExpertRuntime]:
-    with ExpertRuntime.start(Topology.local(num_workers=2), model=spec) as started:
+    # A stand-in for a worker that is suspected on a busy machine would pass for a leak.
+    with ExpertRuntime.start(Topology.local(num_workers=2), model=spec, suspect_ms=60_000.0) as started:
         yield started
 
 

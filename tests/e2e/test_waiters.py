@@ -39,7 +39,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 @pytest.fixture(scope="module", params=["cpu", "sim"])
 def runtime(spec: ModelSpec, request: pytest.FixtureRequest) -> Iterator[ExpertRuntime]:
     topology = Topology.local(num_workers=2) if request.param == "cpu" else Topology.parse(TOPOLOGY)
-    with ExpertRuntime.start(topology, model=spec) as started:
+    # A stand-in for a worker that is suspected on a busy machine would pass for a leak.
+    with ExpertRuntime.start(topology, model=spec, suspect_ms=60_000.0) as started:
         yield started
 
 

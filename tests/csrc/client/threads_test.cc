@@ -147,7 +147,7 @@ TEST_CASE("a short turn interrupts a driver that sleeps, again and again") {
     while (!stopping) scene.client.wait(never, Deadline::after_ms(1000));
   });
   // A turn that waits for the driver's tick takes 20 ms. One that interrupts it takes microseconds,
-  // unless its thread waits for a core: on a busy machine more turns are needed until enough had one.
+  // unless its thread waits for a core: on a busy machine it takes more turns until enough had one.
   constexpr int kEnough = 100;
   const Deadline patience = Deadline::after_ms(kPatienceMs);
   int num_interrupting = 0, num_turns = 0;

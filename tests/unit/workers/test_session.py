@@ -310,7 +310,8 @@ def test_a_bad_attach_is_refused_and_leaves_no_descriptor(host: Host, changes: d
     ours, theirs = socket.socketpair()
     with ours, theirs:
         refused(host.ask(attach(**changes), (theirs.fileno(),)), text)
-        assert len(os.listdir("/proc/self/fd")) <= before + 2  # fewer, where garbage of earlier tests went
+        # Fewer, where garbage of earlier tests went.
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
         answer = host.ask(attach(), (theirs.fileno(),))
         assert isinstance(answer, Attached)
     refused(host.ask(host.shard(shard=1)), "arrived after Attach")
