@@ -32,7 +32,7 @@ from dflash_moe.experts.step_replay import StepReplay
 from dflash_moe.experts.tensors import HostTensors
 from dflash_moe.holders.audit.contents import ContentsReport, compare_with_own_copy, held_checksums
 from dflash_moe.holders.fleet import ChannelDecorator, LoadingReport
-from dflash_moe.holders.kept_worker import WorkerState
+from dflash_moe.holders.holder import WorkerState
 from dflash_moe.holders.placed_experts import PlacedExperts, slices_of
 from dflash_moe.holders.transports import check_paths
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec

@@ -14,8 +14,8 @@ from typing import Any
 from dflash_moe import _core
 from dflash_moe.errors import WorkerError, WorkerLost
 from dflash_moe.holders.fleet import EXIT_S, Fleet
+from dflash_moe.holders.holder import Holder
 from dflash_moe.holders.launcher import StartedWorker
-from dflash_moe.holders.member import Member
 from dflash_moe.placement.held_shards import HeldShard
 from dflash_moe.telemetry.counters import add_counters, zero_counters
 from dflash_moe.telemetry.memory import process_memory
@@ -55,7 +55,7 @@ def explain_loss(error: WorkerError, fleet: Fleet, remedy_of: Callable[[str], st
     return WorkerLost(text, **error.fields())
 
 
-def _exit_of(member: Member, started: StartedWorker) -> str:
+def _exit_of(member: Holder, started: StartedWorker) -> str:
     """Says how the process of a lost worker ended, also where another has taken its place by
     now.
     """
@@ -120,7 +120,7 @@ def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> lis
     return found
 
 
-def _resident(member: Member) -> tuple[int, int, tuple[int, int]]:
+def _resident(member: Holder) -> tuple[int, int, tuple[int, int]]:
     """Returns the pid of a member's process, the bytes of its weights, and its anonymous and
     file-backed resident bytes.
     """

@@ -20,7 +20,7 @@ from dflash_moe.holders.holder_lists import HolderLists
 from dflash_moe.holders.host_fallback import HostFallback
 from dflash_moe.holders.path_keeper import PathKeeper
 from dflash_moe.holders.row_audit import Audit
-from dflash_moe.holders.worker_keeper import WorkerKeeper, restart_policy
+from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.placement.held_shards import holders_by_shard
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RuntimeParts:
             self.holders = HolderLists(self.client)
             self.fallback = HostFallback(self.client, placed, self.paths, self.holders)
             calls = ClientCalls(self.client, self.paths, self.fallback)
-            self.workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
+            self.workers = WorkerKeeper(placed, calls)
             built.callback(self.workers.close)
             calls.on_idle = self._note_idle
             self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
@@ -101,7 +101,7 @@ class RuntimeParts:
     def run(self) -> None:
         """Starts the threads that keep what `open` has made."""
         self.paths.start()
-        self.workers.start(self._placed.held)
+        self.workers.start()
         self.audit.start()
         self._fleet.shards.learn(self._placed.held)
         self.control.start()

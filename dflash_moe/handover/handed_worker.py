@@ -19,7 +19,7 @@ from dflash_moe.protocol.handover import PathAnswered, PathOffered, PathTerms
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.holders.fleet import Fleet
-    from dflash_moe.holders.member import Member
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.session import HostSession
     from dflash_moe.protocol.schema import Message
 
@@ -34,7 +34,7 @@ class HandedWorker:
     lock guards `lost`, `num_told`, `num_worn`, `thread` and `is_busy`.
     """
 
-    def __init__(self, index: int, member: Member, slots: _core.SlotPlan) -> None:
+    def __init__(self, index: int, member: Holder, slots: _core.SlotPlan) -> None:
         """`index` is its number in the plan, and `slots` are those of all its paths."""
         self.index = index
         self.member = member

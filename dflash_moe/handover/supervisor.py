@@ -21,7 +21,7 @@ from dflash_moe.handover.handed_worker import HandedWorker
 from dflash_moe.handover.handover_plan import HandoverModel, check_holders, plan_messages
 from dflash_moe.holders.membership import State
 from dflash_moe.holders.renewal import try_to_renew
-from dflash_moe.holders.worker_keeper import WorkerKeeper, restart_policy
+from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     Counted,
@@ -36,8 +36,7 @@ from dflash_moe.protocol.handover import (
 
 if TYPE_CHECKING:
     from dflash_moe.handover.handover_socket import HandoverSocket
-    from dflash_moe.holders.member import Member
-    from dflash_moe.holders.membership import Member as Life
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.placed_experts import PlacedExperts
     from dflash_moe.protocol.schema import Message
 
@@ -86,7 +85,7 @@ class Supervisor:
         self._holders = [HandedWorker(member.client_index, member, slots[member.name]) for member in members]
         self._planned = {tensor.name for tensor in model.tensors}
         self._on_lost, self._on_back, self._on_unfit, self._on_left_alone = on_lost, on_back, on_unfit, on_left_alone
-        self._keeper = WorkerKeeper(placed.fleet, restart_policy(placed.settings, retries_unfit=True), self)
+        self._keeper = WorkerKeeper(placed, self)
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
         # The program knows the workers. One that is lost before is refused with all others.
@@ -108,7 +107,7 @@ class Supervisor:
     def start(self, socket: HandoverSocket) -> None:
         """Starts to wait for the program, whose process `socket` expects by now."""
         self._spawn("dflash-handover", lambda: self._accept(socket))
-        self._keeper.start(self._placed.held)
+        self._keeper.start()
 
     def await_end(self) -> None:
         """Waits until the last words of a program that has ended are read, at most END_S."""
@@ -314,11 +313,11 @@ class Supervisor:
 
     # -- what the keeper of workers asks for (worker_keeper.Calls) ---------------------------------
 
-    def lose(self, member: Member, reason: str) -> None:
+    def lose(self, member: Holder, reason: str) -> None:
         """Tells the program that a worker is gone."""
         self._lose(self._holders[member.client_index], reason)
 
-    def join(self, member: Member) -> None:
+    def join(self, member: Holder) -> None:
         """Makes the data path of a worker that came back. Raises WorkerLost where the program
         cannot use it, and the errors of `HandedWorker.make_path`.
         """
@@ -347,11 +346,11 @@ class Supervisor:
         """Returns -1: whoever hears of a loss rings the keeper."""
         return -1
 
-    def tell(self, member: Member, life: Life) -> None:
+    def tell(self, member: Holder) -> None:
         """Tells the caller of losses, once it is known how the process ended, and of workers that
         will not do.
         """
-        holder = self._holders[member.client_index]
+        holder, life = self._holders[member.client_index], member.life
         if life.state is State.READY:
             holder.said, holder.is_loss_said = "", False
         is_left_alone = holder.is_left_alone = life.state is State.QUARANTINED
@@ -370,7 +369,7 @@ class Supervisor:
             self._on_lost(holder.name, f"worker {holder.name} is lost: {holder.lost}; {_exit_of(holder.member)}")
 
 
-def _exit_of(member: Member) -> str:
+def _exit_of(member: Holder) -> str:
     if member.session is not None and member.session.started is not None:
         return member.last_exit or member.session.started.describe_exit(seconds=0.0)
     return f"look at its own output at {member.address}"

@@ -18,9 +18,8 @@ from dflash_moe.holders.notices import WorkerNotices
 
 if TYPE_CHECKING:
     from dflash_moe import _core
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.host_fallback import HostFallback
-    from dflash_moe.holders.member import Member
-    from dflash_moe.holders.membership import Member as Life
     from dflash_moe.holders.path_keeper import PathKeeper
 
 
@@ -42,15 +41,15 @@ class ClientCalls:
         self._lock = threading.Lock()
         # What is told of each worker: whether it serves or is being brought back, and whether it
         # drains.
-        self._lives: dict[str, tuple[Member, bool, bool]] = {}
+        self._lives: dict[str, tuple[Holder, bool, bool]] = {}
 
-    def lose(self, member: Member, reason: str) -> None:
+    def lose(self, member: Holder, reason: str) -> None:
         """Ends the calls that need a worker which is gone, or has them wait for it."""
         with suppress(DflashError):  # the runtime was closed meanwhile
             self._fallback.miss(member.name)
         self._client.mark_lost(member.client_index, reason)
 
-    def join(self, member: Member) -> None:
+    def join(self, member: Holder) -> None:
         """Gives a worker that has loaded its shards a path. Errors are those of
         `PathKeeper.revive`.
         """
@@ -72,13 +71,13 @@ class ClientCalls:
         except DflashError:  # the runtime was closed meanwhile
             return []
 
-    def tell(self, member: Member, life: Life) -> None:
+    def tell(self, member: Holder) -> None:
         """Says whether calls that need the worker shall wait for it, and whether it gets those that
         others can have.
         """
         with self._lock:
-            self._notices.tell(member, life)
-            self._lives[member.name] = member, life.is_coming, life.state is State.DRAINING
+            self._notices.tell(member)
+            self._lives[member.name] = member, member.life.is_coming, member.life.state is State.DRAINING
             self._tell(*self._lives[member.name])
 
     def _tell_all(self) -> None:
@@ -86,7 +85,7 @@ class ClientCalls:
             for told in self._lives.values():
                 self._tell(*told)
 
-    def _tell(self, member: Member, is_coming: bool, is_draining: bool) -> None:
+    def _tell(self, member: Holder, is_coming: bool, is_draining: bool) -> None:
         with suppress(DflashError):  # the runtime was closed meanwhile
             self._client.set_remedy(member.client_index, is_coming or self._fallback.is_coming(member.name))
             self._client.set_stand_in(member.client_index, self._fallback.may_stand_in(member.name))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dflash_moe.config.remedies import fallback_is_off
 from dflash_moe.errors import CheckpointError, DflashError
 from dflash_moe.holders.audit.contents import checksum_text
-from dflash_moe.holders.member import Member
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.checkpoint_files import SeenFiles
 from dflash_moe.model.refusals import in_one_line
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dflash_moe import _core
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.holder_lists import HolderLists, Where
     from dflash_moe.holders.path_keeper import PathKeeper
     from dflash_moe.holders.placed_experts import PlacedExperts
@@ -66,7 +66,7 @@ class _StandIn:
     shards: list[HeldShard]
     thread: threading.Thread | None = None
     is_being_made: bool = False
-    member: Member | None = None
+    member: Holder | None = None
     # Why it could not be made, or why shards were taken from it again.
     failure: str = ""
     # What this process lacks at this time, so that it is not made yet.
@@ -289,12 +289,12 @@ class HostFallback:
                 one.setback = ""
                 return done
 
-    def _make(self, one: _StandIn) -> Member:
+    def _make(self, one: _StandIn) -> Holder:
         """Maps the shards and makes the stand-in known to the client, which asks it for nothing
         yet. Errors are those of a start.
         """
         name = stand_in_name(one.worker)
-        member = Member(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, "mapped")
+        member = self._fleet.new_holder(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, "mapped")
         local = member.local = self._fleet.new_local(member)
 
         def take(*path: Any) -> None:
@@ -322,7 +322,7 @@ class HostFallback:
 
     # -- equal bytes -------------------------------------------------------------------------------
 
-    def _join_unchanged(self, one: _StandIn, member: Member) -> list[HeldShard]:
+    def _join_unchanged(self, one: _StandIn, member: Holder) -> list[HeldShard]:
         """Lets calls use those shards that the worker read from the very files which are mapped
         now, unchanged since before it read them. Returns the others, which have to be compared
         first.
@@ -339,7 +339,7 @@ class HostFallback:
             self._holders.set_last_resort(_where(held), member.client_index)
         return []
 
-    def _check(self, one: _StandIn, member: Member, waiting: list[HeldShard]) -> None:
+    def _check(self, one: _StandIn, member: Holder, waiting: list[HeldShard]) -> None:
         """Compares the content checksums of all shards with those of the worker as the background
         reader comes to know them: shards that wait for it join then, and those that differ are
         taken out.
@@ -362,7 +362,7 @@ class HostFallback:
                     self._holders.set_last_resort(where, member.client_index)
                 one.num_checked += 1
 
-    def _compare(self, held: HeldShard, member: Member) -> tuple[bool | None, str]:
+    def _compare(self, held: HeldShard, member: Holder) -> tuple[bool | None, str]:
         """Returns whether the mapped bytes of a shard are those of its worker, None where that is
         not known yet, and what is wrong. Bytes that the worker has not compared itself are no
         reason to take a shard out, but one not to let it join.

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from dflash_moe.holders.membership import State
 
 if TYPE_CHECKING:
-    from dflash_moe.holders.member import Member
-    from dflash_moe.holders.membership import Member as Life
+    from dflash_moe.holders.holder import Holder
 
 # The name is what command lines and programs attach a handler to.
 log = logging.getLogger("dflash_moe.notices")
@@ -26,7 +25,7 @@ TOLD_TO_STOP = "it was told to stop"
 _WAYS = {"shared": "shared memory", "unix": "a Unix socket", "loopback": "the host's own process"}
 
 
-def way_of(member: Member) -> str:
+def way_of(member: Holder) -> str:
     """Says how a worker is reached, and over TCP whether that is encrypted."""
     if member.transport != "tcp" or member.session is None:
         return _WAYS.get(member.transport, member.transport)
@@ -40,9 +39,9 @@ class WorkerNotices:
         # What was told last of each worker: the level of its going, or 0 where it is there.
         self._gone: dict[str, int] = {}
 
-    def tell(self, member: Member, life: Life) -> None:
+    def tell(self, member: Holder) -> None:
         """Tells how a worker stands where that is news."""
-        name, state = member.name, life.state
+        name, life, state = member.name, member.life, member.life.state
         if state is State.READY:
             self._tell_there(member)
         elif state is State.LOST and not self._gone.get(name, logging.WARNING):
@@ -61,7 +60,7 @@ class WorkerNotices:
         elif state is State.GONE and self._gone.pop(name, None) is not None:
             log.info("worker %s is gone", name)
 
-    def _tell_there(self, member: Member) -> None:
+    def _tell_there(self, member: Holder) -> None:
         gone = self._gone.get(member.name)
         self._gone[member.name] = 0
         if gone:

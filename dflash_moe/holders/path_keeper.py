@@ -30,7 +30,7 @@ from dflash_moe.protocol.descriptors import Descriptors
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.config import Settings
-    from dflash_moe.holders.member import Member
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.placed_experts import PlacedExperts
     from dflash_moe.placement.held_shards import HeldShard
 
@@ -86,7 +86,7 @@ class PathKeeper:
         return max(self._placed.settings.stall_timeout_s, LEAST_ATTACH_S)
 
     @contextmanager
-    def making(self, member: Member) -> Iterator[None]:
+    def making(self, member: Holder) -> Iterator[None]:
         """Opens a block in which no other thread makes a path to `member`. Raises WorkerTimeout
         where another one does so for longer than a path can take.
         """
@@ -100,7 +100,7 @@ class PathKeeper:
 
     def make(
         self,
-        member: Member,
+        member: Holder,
         take: TakePath,
         *,
         limit_s: float | None = None,
@@ -123,12 +123,12 @@ class PathKeeper:
                         return
                 log.info("worker %s: its data path is made anew, because the settings have changed", member.name)
 
-    def _plan(self, member: Member, arriving: Mapping[str, Sequence[HeldShard]]) -> _core.SlotPlan:
+    def _plan(self, member: Holder, arriving: Mapping[str, Sequence[HeldShard]]) -> _core.SlotPlan:
         with self._in_force:
             return self._placed.plan_slots(arriving)[member.name]
 
     def introduce(
-        self, member: Member, channel: _core.Channel, generation: int, pulse_fd: int, *, is_last_resort: bool = False
+        self, member: Holder, channel: _core.Channel, generation: int, pulse_fd: int, *, is_last_resort: bool = False
     ) -> None:
         """Makes a worker known to the client with its path, or takes it back where the client has
         lost it; a device step that is under way goes on without it. It owns `pulse_fd`.
@@ -145,12 +145,12 @@ class PathKeeper:
             is_measured=slices.is_measured, is_last_resort=is_last_resort,
         )  # fmt: skip
 
-    def _tell_policy(self, member: Member) -> None:
+    def _tell_policy(self, member: Holder) -> None:
         placed, client, index = self._placed, self._client, member.client_index
         client.set_policy(index, placed.slices.slice_tokens, placed.window(member.slots), placed.slices.is_measured)
         client.set_dtypes(index, *placed.wire_dtypes)
 
-    def revive(self, member: Member) -> None:
+    def revive(self, member: Holder) -> None:
         """Gives a lost worker, which has a new session and has loaded its shards, a path and pulse
         by the settings in force, and takes it back into the client. Errors: WorkerLost,
         WorkerTimeout, ProtocolError; DflashError where the runtime was closed.
@@ -202,7 +202,7 @@ class PathKeeper:
         for member in retired:
             self._begin_to_renew(member.client_index, OTHER_SLOTS)
 
-    def _retire(self, member: Member) -> bool:
+    def _retire(self, member: Holder) -> bool:
         """Returns whether the path is this thread's to renew."""
         with suppress(WorkerLost, ConfigError):  # it was lost meanwhile, or worn and retired
             self._client.retire_path(member.client_index, OTHER_SLOTS)

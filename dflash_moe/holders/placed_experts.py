@@ -30,7 +30,7 @@ from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
-    from dflash_moe.holders.member import Member
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.model.spec import ModelSpec
     from dflash_moe.placement import Placement
     from dflash_moe.topology import Topology
@@ -53,9 +53,10 @@ class PlacedExperts:
         settings: Settings,
         *,
         channel_decorator: ChannelDecorator | None = None,
+        retries_unfit: bool = False,
     ) -> None:
-        """Plans everything and starts nothing. Raises ConfigError and UnsupportedError for a plan
-        that cannot be carried out.
+        """Plans everything and starts nothing. `retries_unfit` is that of membership.RestartPolicy.
+        Raises ConfigError and UnsupportedError for a plan that cannot be carried out.
         """
         topology = topology.with_settings(settings)
         self._key = check_paths(topology, settings)
@@ -77,7 +78,7 @@ class PlacedExperts:
         # The shards of the host's stand-ins by their names; replaced and never changed.
         self.standing_in: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})
         self.threads = thread_plan(topology, settings, self.held)
-        self.fleet = Fleet(spec, settings, self.threads, channel_decorator)
+        self.fleet = Fleet(spec, settings, self.threads, channel_decorator, retries_unfit=retries_unfit)
 
     def start(self, on_loading: LoadingReport | None = None) -> None:
         """Starts and loads all workers. Errors: ConfigError, CheckpointError, UnsupportedError,
@@ -112,7 +113,7 @@ class PlacedExperts:
             self.placement, self.held = placement, shards_by_holder(self.spec, placement)
         self.check_replicas(self.placement, members)
 
-    def check_replicas(self, placement: Placement, members: Mapping[str, Member]) -> None:
+    def check_replicas(self, placement: Placement, members: Mapping[str, Holder]) -> None:
         """Checks that all holders of each shard compute the same bits by what they have said of
         themselves. Raises UnsupportedError.
         """

@@ -284,7 +284,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/holders/elastic.py": {
         "lock self._lock": "bounded: held over changes of tables and calls of the client, whose turn comes within a tick",
     },
-    "dflash_moe/holders/kept_worker.py": {
+    "dflash_moe/holders/holder.py": {
         "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
     },
     "dflash_moe/holders/row_audit.py": {

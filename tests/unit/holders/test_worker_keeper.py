@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, WorkerError, WorkerLost, WorkerTimeout
-from dflash_moe.holders.kept_worker import Parting
-from dflash_moe.holders.membership import RestartPolicy, State
+from dflash_moe.holders.holder import Holder, Parting
+from dflash_moe.holders.membership import Life, RestartPolicy, State
 from dflash_moe.holders.owner import Owner
 from dflash_moe.holders.worker_keeper import WorkerKeeper
+from dflash_moe.topology.addresses import parse_address
 
 SOON_S = 60.0
 QUICK = RestartPolicy(backoff_s=(0.001, 0.002), deaths=3)
@@ -27,7 +29,7 @@ QUICK = RestartPolicy(backoff_s=(0.001, 0.002), deaths=3)
 class Pretended:
     """A fleet of one worker, and those who call it. `failures` are raised by the next steps."""
 
-    def __init__(self, *, is_started_by_host: bool = True) -> None:
+    def __init__(self, policy: RestartPolicy = QUICK, *, is_started_by_host: bool = True) -> None:
         self.owner = Owner()
         self.done: list[str] = []
         self.failures: list[tuple[str, BaseException]] = []
@@ -36,11 +38,11 @@ class Pretended:
         self.lost: list[tuple[str, str]] = []
         self.told: list[State] = []
         self.has_left = False
-        session = SimpleNamespace(
+        session: Any = SimpleNamespace(
             started=None, fileno=lambda: -1, kill=lambda: None, hang_up=self.hung_up.set, has_left=lambda: self.has_left
         )
-        address = SimpleNamespace(is_started_by_host=is_started_by_host)
-        self.member: Any = SimpleNamespace(name="w0", session=session, address=address, last_exit="")
+        life = Life("w0", policy, random.Random(), is_started_by_host)
+        self.member = Holder("w0", parse_address(None), "shared", "f32-canonical", "packed", life, session=session)
         self.members = {"w0": self.member}
 
     def step(self, name: str) -> None:
@@ -77,8 +79,8 @@ class Pretended:
     def descriptor(self) -> int:
         return -1
 
-    def tell(self, _member: Any, life: Any) -> None:
-        self.told.append(life.state)
+    def tell(self, member: Holder) -> None:
+        self.told.append(member.life.state)
 
 
 Keep = Callable[..., WorkerKeeper]
@@ -88,9 +90,10 @@ Keep = Callable[..., WorkerKeeper]
 def keep() -> Iterator[Keep]:
     keepers: list[WorkerKeeper] = []
 
-    def start(pretended: Any, policy: RestartPolicy = QUICK) -> WorkerKeeper:
-        keepers.append(WorkerKeeper(pretended, policy, pretended))
-        keepers[-1].start({"w0": ["its shards"]})  # type: ignore[dict-item]
+    def start(pretended: Pretended) -> WorkerKeeper:
+        placed: Any = SimpleNamespace(fleet=pretended, held={"w0": ["its shards"]})
+        keepers.append(WorkerKeeper(placed, pretended))
+        keepers[-1].start()
         return keepers[-1]
 
     yield start
@@ -235,8 +238,8 @@ def test_the_time_to_drain_ends_by_itself(keep: Keep) -> None:
 
 
 def test_a_recycled_worker_is_ended_and_started_anew_without_a_pause(keep: Keep) -> None:
-    pretended = Pretended()
-    keeper = keep(pretended, RestartPolicy(backoff_s=(3600.0, 3600.0)))
+    pretended = Pretended(RestartPolicy(backoff_s=(3600.0, 3600.0)))
+    keeper = keep(pretended)
     keeper.let_go("w0", parting_of(pretended, 3600.0), is_recycled=True)
     wait_for(keeper, "draining")
     keeper.note_idle("w0")
@@ -269,8 +272,8 @@ def test_a_wait_for_a_worker_that_drains_has_a_limit_and_ends_with_the_keeper(ke
 
 
 def test_a_worker_that_is_not_ready_is_removed_without_a_goodbye(keep: Keep) -> None:
-    pretended = Pretended()
-    keeper = keep(pretended, RestartPolicy(is_on=False))
+    pretended = Pretended(RestartPolicy(is_on=False))
+    keeper = keep(pretended)
     lose_and_wait(keeper, pretended, "quarantined")
     with pytest.raises(ConfigError, match="worker w0 is quarantined and not ready: no progress"):
         keeper.let_go("w0", parting_of(pretended, 0.0), is_recycled=True)

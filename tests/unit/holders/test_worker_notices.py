@@ -16,8 +16,7 @@ import pytest
 
 from dflash_moe.cli import options
 from dflash_moe.errors import WorkerTimeout
-from dflash_moe.holders.membership import Event, Happening, RestartPolicy
-from dflash_moe.holders.membership import Member as Life
+from dflash_moe.holders.membership import Event, Happening, Life, RestartPolicy
 from dflash_moe.holders.notices import TOLD_TO_STOP, WorkerNotices, way_of
 from dflash_moe.holders.path_keeper import try_to_renew
 from dflash_moe.topology.addresses import Address, parse_address
@@ -31,8 +30,8 @@ class Told:
 
     def __init__(self, address: Address = FAR, *, transport: str = "tcp", deaths: int = 5) -> None:
         session = SimpleNamespace(is_encrypted=True)
-        self.member: Any = SimpleNamespace(name="far", address=address, transport=transport, session=session)
         self.life = Life("far", RestartPolicy(deaths=deaths), random.Random(1), address.is_started_by_host)
+        self.member: Any = SimpleNamespace(name="far", address=address, transport=transport, session=session, life=self.life)
         self.notices = WorkerNotices()
         self.now = 0.0
 
@@ -42,7 +41,7 @@ class Told:
             self.now += 10.0  # longer than any pause
             self.life.on(Event(what, self.life.attempt, reason), self.now)
             if self.life.state is not before:
-                self.notices.tell(self.member, self.life)
+                self.notices.tell(self.member)
 
     def starts(self) -> None:
         self.happens(Happening.ADDED, Happening.STARTED, Happening.JOINED)
