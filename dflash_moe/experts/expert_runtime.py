@@ -33,7 +33,7 @@ from dflash_moe.experts.tensors import HostTensors
 from dflash_moe.holders.audit.contents import ContentsReport, compare_with_own_copy, held_checksums
 from dflash_moe.holders.fleet import ChannelDecorator, LoadingReport
 from dflash_moe.holders.holder import WorkerState
-from dflash_moe.holders.placed_experts import PlacedExperts, slices_of
+from dflash_moe.holders.placed_experts import slices_of
 from dflash_moe.holders.transports import check_paths
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement
@@ -60,12 +60,12 @@ class ExpertRuntime:
     Calls raise ConfigError (arguments), WorkerLost, WorkerTimeout, WorkerError and ProtocolError.
     """
 
-    def __init__(self, placed: PlacedExperts, *, overrides: dict[str, Any]) -> None:
-        """Builds the parts without starting anything; `ExpertRuntime.start` is what callers use."""
-        self._placed = placed
+    def __init__(self, parts: RuntimeParts, *, overrides: dict[str, Any]) -> None:
+        """Takes parts of which nothing is started; `ExpertRuntime.start` is what callers use."""
+        self._parts = parts
+        self._placed = placed = parts.placed
         self._overrides = overrides
         self._fleet = placed.fleet
-        self._parts = parts = RuntimeParts(placed)
         self._client, self._keeper, self._workers = parts.client, parts.paths, parts.workers
         self._elastic, self._fallback, self._audit = parts.elastic, parts.fallback, parts.audit
         self._finalizer = weakref.finalize(self, parts.end)
@@ -104,8 +104,8 @@ class ExpertRuntime:
         log.info("%s", on_worker_loss(settings))
         check_paths(topology, settings)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
-        placed = PlacedExperts(spec, topology, settings, channel_decorator=_channel_decorator)
-        runtime = cls(placed, overrides=overrides)
+        parts = RuntimeParts(spec, topology, settings, channel_decorator=_channel_decorator)
+        runtime = cls(parts, overrides=overrides)
         try:
             runtime._open(on_loading)
         except BaseException as error:
@@ -357,7 +357,7 @@ class ExpertRuntime:
             text = f"the runtime was closed before this call was done; take results before close() ({error})"
             return DflashError(text, **{**error.fields(), "code": "closed"})
         if isinstance(error, WorkerLost):
-            self._workers.ring()
+            self._parts.events.bell.ring()
         return observe.explain_loss(error, self._fleet, self._remedy_of)
 
     def _remedy_of(self, worker: str) -> str:

@@ -16,29 +16,45 @@ from dflash_moe.experts.auto import cost_classes
 from dflash_moe.holders.client_calls import ClientCalls
 from dflash_moe.holders.control import ControlSocket, WorkerOrders
 from dflash_moe.holders.elastic import Elastic
+from dflash_moe.holders.events import HolderEvents
 from dflash_moe.holders.holder_lists import HolderLists
 from dflash_moe.holders.host_fallback import HostFallback
 from dflash_moe.holders.path_keeper import PathKeeper
-from dflash_moe.holders.row_audit import Audit
+from dflash_moe.holders.placed_experts import PlacedExperts
+from dflash_moe.holders.row_audit import Audit, Taps
 from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.placement.held_shards import holders_by_shard
 
 if TYPE_CHECKING:
-    from dflash_moe.holders.fleet import LayerShards, LoadingReport
-    from dflash_moe.holders.placed_experts import PlacedExperts
+    from dflash_moe.config import Settings
+    from dflash_moe.holders.fleet import ChannelDecorator, LayerShards, LoadingReport
+    from dflash_moe.model.spec import ModelSpec
+    from dflash_moe.topology import Topology
 
 
 class RuntimeParts:
-    """The parts of one runtime, which none of them knows. `open`, `run` and `end` are called in
-    this order, `end` whatever became of the others.
+    """The parts of one runtime, which none of them knows. Each is made after those that it calls;
+    what the others have to hear of it goes through the events. `open`, `run` and `end` are called
+    in this order, `end` whatever became of the others.
     """
 
-    def __init__(self, placed: PlacedExperts) -> None:
-        """Builds the parts without starting anything."""
-        self._placed, self._fleet = placed, placed.fleet
-        settings = placed.settings
+    def __init__(
+        self, spec: ModelSpec, topology: Topology, settings: Settings, *, channel_decorator: ChannelDecorator | None = None
+    ) -> None:
+        """Builds the parts without starting anything. Errors are those of PlacedExperts, and
+        DflashError where this process is out of descriptors.
+        """
         # Those that were built have descriptors already where a later one gets none.
         with ExitStack() as built:
+            self.events = HolderEvents()
+            built.callback(self.events.bell.close)
+            self._taps = Taps()
+            built.callback(self._taps.close)
+            self.placed = placed = PlacedExperts(
+                spec, topology, settings, channel_decorator=channel_decorator,
+                watch=self._taps.watch if settings.audit_cpu > 0 else None, on_damage=self.events.damage,
+            )  # fmt: skip
+            self._fleet = placed.fleet
             self.client = _core.Client(
                 spin_ns=placed.threads.spin_ns,
                 call_timeout_s=settings.call_timeout_s,
@@ -49,33 +65,25 @@ class RuntimeParts:
                 hedge_share=settings.hedge,
             )
             built.callback(self.client.close)
-            self.paths = PathKeeper(self.client, placed)
+            self.paths = PathKeeper(self.client, placed, self.events)
             self.holders = HolderLists(self.client)
-            self.fallback = HostFallback(self.client, placed, self.paths, self.holders)
-            calls = ClientCalls(self.client, self.paths, self.fallback)
-            self.workers = WorkerKeeper(placed, calls)
-            built.callback(self.workers.close)
-            calls.on_idle = self._note_idle
-            self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
-            self.paths.on_loss = self.workers.ring
-            self.paths.on_late = self.fallback.miss
+            self.fallback = HostFallback(self.client, placed, self.paths, self.holders, self.events)
             self.audit = Audit(
-                self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
-                outvote=self.workers.outvote,
+                self._fleet, self._taps, Path(spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
+                events=self.events,
             )  # fmt: skip
+            calls = ClientCalls(self.client, self._fleet, self.paths, self.fallback, self.audit)
+            self.workers = WorkerKeeper(placed, calls, self.events)
+            self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
             self.control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
             built.pop_all()
-
-    def _note_idle(self, index: int) -> None:
-        """Tells the keeper that a worker, by the client's number, has nothing in flight."""
-        self.workers.note_idle(self._fleet.at_index(index).name)
 
     def open(self, on_loading: LoadingReport | None) -> list[LayerShards]:
         """Starts and loads all workers, and tells the client of them and of every layer's holders.
         Returns the layers with their shards, as `Client.define_layer` took them. Errors are those
         of `ExpertRuntime.start`.
         """
-        placed, client = self._placed, self.client
+        placed, client = self.placed, self.client
         placed.start(on_loading)
         plans = placed.plan_slots()
         for name, member in self._fleet.members.items():
@@ -103,7 +111,7 @@ class RuntimeParts:
         self.paths.start()
         self.workers.start()
         self.audit.start()
-        self._fleet.shards.learn(self._placed.held)
+        self._fleet.shards.learn(self.placed.held)
         self.control.start()
 
     def end(self) -> None:
@@ -122,3 +130,5 @@ class RuntimeParts:
         self.workers.close()
         self.audit.close()
         self.client.close()
+        self._taps.close()
+        self.events.bell.close()

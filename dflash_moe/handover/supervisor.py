@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.handover.handed_worker import HandedWorker
 from dflash_moe.handover.handover_plan import HandoverModel, check_holders, plan_messages
-from dflash_moe.holders.membership import State
+from dflash_moe.holders.events import HolderEvents
+from dflash_moe.holders.membership import Happening, State
 from dflash_moe.holders.renewal import try_to_renew
 from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.protocol.framing import Connection, PeerGone
@@ -36,6 +37,7 @@ from dflash_moe.protocol.handover import (
 
 if TYPE_CHECKING:
     from dflash_moe.handover.handover_socket import HandoverSocket
+    from dflash_moe.holders.events import Notice
     from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.placed_experts import PlacedExperts
     from dflash_moe.protocol.schema import Message
@@ -85,7 +87,8 @@ class Supervisor:
         self._holders = [HandedWorker(member.client_index, member, slots[member.name]) for member in members]
         self._planned = {tensor.name for tensor in model.tensors}
         self._on_lost, self._on_back, self._on_unfit, self._on_left_alone = on_lost, on_back, on_unfit, on_left_alone
-        self._keeper = WorkerKeeper(placed, self)
+        self._events = HolderEvents()
+        self._keeper = WorkerKeeper(placed, self, self._events)
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
         # The program knows the workers. One that is lost before is refused with all others.
@@ -133,6 +136,7 @@ class Supervisor:
                     holder.member.session.hang_up()
             next(thread for thread in threads if thread.is_alive()).join(0.05)
         self._keeper.close()
+        self._events.bell.close()
         if self._connection is not None:
             self._connection.close()
 
@@ -309,7 +313,7 @@ class Supervisor:
         with contextlib.suppress(DflashError):
             if self._is_planned and not is_told:
                 self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
-        self._keeper.note_loss(holder.name, holder.lost)
+        self._events.happen(holder.member, Happening.LOST, holder.lost)
 
     # -- what the keeper of workers asks for (worker_keeper.Calls) ---------------------------------
 
@@ -338,12 +342,15 @@ class Supervisor:
         if is_worn:
             self._begin_to_renew(holder, "it was worn at once")
 
-    def losses(self) -> list[tuple[str, str]]:
-        """Returns nothing: whoever hears of a loss tells the keeper."""
+    def news(self) -> list[tuple[str, Happening, str]]:
+        """Returns nothing: whoever hears of a loss puts it into the events."""
         return []
 
+    def note(self, notice: Notice) -> None:
+        """Does nothing: no program hears of more than losses and returns."""
+
     def descriptor(self) -> int:
-        """Returns -1: whoever hears of a loss rings the keeper."""
+        """Returns -1: the events have a bell."""
         return -1
 
     def tell(self, member: Holder) -> None:

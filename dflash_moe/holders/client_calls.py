@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import DflashError
-from dflash_moe.holders.membership import State
+from dflash_moe.holders.events import Notice, PathLate, StandInsChanged, WeightsDamaged
+from dflash_moe.holders.membership import Happening, State
 from dflash_moe.holders.notices import WorkerNotices
 
 if TYPE_CHECKING:
     from dflash_moe import _core
+    from dflash_moe.holders.fleet import Fleet
     from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.host_fallback import HostFallback
     from dflash_moe.holders.path_keeper import PathKeeper
+    from dflash_moe.holders.row_audit import Audit
 
 
 log = logging.getLogger(__name__)
@@ -29,19 +31,16 @@ log = logging.getLogger(__name__)
 class ClientCalls:
     """What worker_keeper.Calls asks for, of a client in this process."""
 
-    def __init__(self, client: _core.Client, paths: PathKeeper, fallback: HostFallback) -> None:
+    def __init__(self, client: _core.Client, fleet: Fleet, paths: PathKeeper, fallback: HostFallback, audit: Audit) -> None:
         self._client = client
+        self._fleet = fleet
         self._paths = paths
-        # Called with the number of a worker that drains and has nothing in flight any more.
-        self.on_idle: Callable[[int], None] = lambda _index: None
-        self._notices = WorkerNotices()
         self._fallback = fallback
-        fallback.on_change = self._tell_all
-        # Guards that of two threads which tell the client of one worker the later one is right.
+        self._audit = audit
+        self._notices = WorkerNotices()
+        # Guards that of two threads which tell the client of one worker the later one is right: one
+        # that adds a worker tells of it while the keeper's does.
         self._lock = threading.Lock()
-        # What is told of each worker: whether it serves or is being brought back, and whether it
-        # drains.
-        self._lives: dict[str, tuple[Holder, bool, bool]] = {}
 
     def lose(self, member: Holder, reason: str) -> None:
         """Ends the calls that need a worker which is gone, or has them wait for it."""
@@ -55,21 +54,38 @@ class ClientCalls:
         """
         self._paths.revive(member)
 
-    def losses(self) -> list[tuple[str, str]]:
-        """Returns the workers that the client has lost, with the reason."""
+    def news(self) -> list[tuple[str, Happening, str]]:
+        """Returns the workers that drain and have nothing in flight any more, and those that the
+        client has lost, with the reason.
+        """
         try:
             # Taking the events empties their descriptor. What holds in the end, the reports say.
             events = self._client.take_events()
             reports = self._client.workers()
+            found = []
             for event in events:
-                log.debug("worker %d: %s %s", event["worker"], event["kind"], event["reason"])
+                name = reports[event["worker"]]["name"]
+                log.debug("worker %s: %s %s", name, event["kind"], event["reason"])
                 if event["kind"] == "idle":
-                    self.on_idle(event["worker"])
+                    found.append((name, Happening.DRAINED, ""))
                 elif event["kind"] == "suspect":
-                    self._fallback.miss(reports[event["worker"]]["name"])
-            return [(report["name"], report["reason"]) for report in reports if report["state"] == "lost"]
+                    self._fallback.miss(name)
+            return found + [(one["name"], Happening.LOST, one["reason"]) for one in reports if one["state"] == "lost"]
         except DflashError:  # the runtime was closed meanwhile
             return []
+
+    def note(self, notice: Notice) -> None:
+        """Does what an event asks for that is nothing for a state machine."""
+        if isinstance(notice, WeightsDamaged):
+            self._audit.note_damage(notice)
+        elif isinstance(notice, PathLate):
+            with suppress(DflashError):  # the runtime was closed meanwhile
+                self._fallback.miss(notice.holder.name)
+        elif isinstance(notice, StandInsChanged):
+            with self._lock:
+                for member in self._fleet.members.values():
+                    if member.session is not None:
+                        self._tell(member)
 
     def tell(self, member: Holder) -> None:
         """Says whether calls that need the worker shall wait for it, and whether it gets those that
@@ -77,19 +93,14 @@ class ClientCalls:
         """
         with self._lock:
             self._notices.tell(member)
-            self._lives[member.name] = member, member.life.is_coming, member.life.state is State.DRAINING
-            self._tell(*self._lives[member.name])
+            self._tell(member)
 
-    def _tell_all(self) -> None:
-        with self._lock:
-            for told in self._lives.values():
-                self._tell(*told)
-
-    def _tell(self, member: Holder, is_coming: bool, is_draining: bool) -> None:
+    def _tell(self, member: Holder) -> None:
+        name, index, life = member.name, member.client_index, member.life
         with suppress(DflashError):  # the runtime was closed meanwhile
-            self._client.set_remedy(member.client_index, is_coming or self._fallback.is_coming(member.name))
-            self._client.set_stand_in(member.client_index, self._fallback.may_stand_in(member.name))
-            self._client.set_draining(member.client_index, is_draining)
+            self._client.set_remedy(index, life.is_coming or self._fallback.is_coming(name))
+            self._client.set_stand_in(index, self._fallback.may_stand_in(name))
+            self._client.set_draining(index, life.state is State.DRAINING)
 
     def descriptor(self) -> int:
         """Returns the descriptor of the client's events."""

@@ -51,8 +51,12 @@ LEAST_ATTACH_S = 0.25
 GOODBYE_S = 1.0
 # How the process of a lost worker ended is known within this time, unless it has not ended at all.
 EXIT_S = 0.3
-# Tests wrap the host's channel to each worker, by the worker's name, to make it fail.
+# Tests wrap the host's channel to each worker, by the worker's name, to make it fail, and the audit
+# wraps it to see it.
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
+# Is told of weights that changed in a holder's memory: layer, shard, and why they could not be
+# loaded again. Several threads call it.
+DamageReport = Callable[[Holder, int, int, str], None]
 # A report is called with a holder's name, how many bytes of its experts are loaded, counted as the
 # checkpoint stores them, and how many it will have. Several threads call it.
 LoadingReport = Callable[[str, int, int], None]
@@ -68,10 +72,12 @@ class Fleet:
     """
 
     def __init__(
-        self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, decorate: ChannelDecorator | None, *,
-        retries_unfit: bool = False,
+        self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, *, decorate: ChannelDecorator | None,
+        watch: ChannelDecorator | None, on_damage: DamageReport, retries_unfit: bool,
     ) -> None:  # fmt: skip
-        """`retries_unfit` is that of membership.RestartPolicy."""
+        """`decorate` wraps all channels, and `watch` after it those to other processes.
+        `retries_unfit` is that of membership.RestartPolicy.
+        """
         # Replaced and never changed once the fleet runs, so that others may go through the one that
         # they found.
         self.members: dict[str, Holder] = {}
@@ -82,7 +88,7 @@ class Fleet:
         self._spec = spec
         self._settings = settings
         self._threads = threads
-        self._decorate = decorate
+        self._decorate, self._watch, self._on_damage = decorate, watch, on_damage
         self._policy = restart_policy(settings, retries_unfit=retries_unfit)
         self._rng = random.Random()
         self._launcher: Launcher | None = None
@@ -101,10 +107,6 @@ class Fleet:
         # that this host started then leave the segments of their replies writable for it.
         self.may_open_replies = False
         self.shards = LoadedShards(Path(spec.path), settings, self._isa, self.member_of)
-        # Whoever audits wraps every new channel, by the worker's name, and is told of weights that
-        # changed in a worker's memory: layer, shard, and why they could not be loaded again.
-        self.watch: ChannelDecorator = lambda _name, channel: channel
-        self.on_change: Callable[[str, int, int, str], None] = lambda _name, _layer, _shard, _failure: None
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
         """Decides the address and transport of every holder, before anything is started. Raises
@@ -164,7 +166,7 @@ class Fleet:
         """Makes the worker inside this process for a member that is one. Errors are those of
         LocalWorker.
         """
-        local = LocalWorker(
+        return LocalWorker(
             member.name,
             isa=self._isa,
             threads=self._num_threads(member),
@@ -176,12 +178,8 @@ class Fleet:
             weights_layout=member.layout,
             pool=self.host_pool if self._is_pooled(member) else None,
             scrub_s=self._settings.scrub_s,
+            on_change=partial(self._on_damage, member),
         )
-        local.on_change = partial(self._tell_change, member.name)
-        return local
-
-    def _tell_change(self, name: str, layer: int, shard: int, failure: str) -> None:
-        self.on_change(name, layer, shard, failure)
 
     def _check_architectures(self) -> None:
         members = (*self.members.values(), *self.arriving.values())
@@ -189,7 +187,7 @@ class Fleet:
         check_architectures(computed, self._settings.numerics)
 
     def _new_session(self, member: Holder, started: StartedWorker | None) -> HostSession:
-        session = HostSession(
+        return HostSession(
             member.name,
             member.address,
             started=started,
@@ -197,9 +195,8 @@ class Fleet:
             session_id=member.session_id,
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
             encryption=self._settings.encryption,
+            on_notice=lambda told: self._on_damage(member, told.layer, told.shard, told.failure),
         )
-        session.on_notice = lambda told: self.on_change(member.name, told.layer, told.shard, told.failure)
-        return session
 
     def end_member(self, member: Holder) -> None:
         """Ends the session of a lost worker, and kills and reaps its process where the host started
@@ -372,9 +369,9 @@ class Fleet:
             )
         if self._decorate is not None:
             channel = self._decorate(member.name, channel)
-        if member.local is None:
+        if self._watch is not None and member.local is None:
             # Experts in this process are computed by the code that would compute them again.
-            channel = self.watch(member.name, channel)
+            channel = self._watch(member.name, channel)
         return channel
 
     @property

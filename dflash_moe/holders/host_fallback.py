@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dflash_moe.config.remedies import fallback_is_off
 from dflash_moe.errors import CheckpointError, DflashError
 from dflash_moe.holders.audit.contents import checksum_text
+from dflash_moe.holders.events import StandInsChanged
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.checkpoint_files import SeenFiles
 from dflash_moe.model.refusals import in_one_line
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dflash_moe import _core
+    from dflash_moe.holders.events import HolderEvents
     from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.holder_lists import HolderLists, Where
     from dflash_moe.holders.path_keeper import PathKeeper
@@ -78,18 +80,19 @@ class _StandIn:
 class HostFallback:
     """The stand-ins of one runtime. Any thread may call; `call_off` and `close` end it."""
 
-    def __init__(self, client: _core.Client, placed: PlacedExperts, paths: PathKeeper, holders: HolderLists) -> None:
+    def __init__(
+        self, client: _core.Client, placed: PlacedExperts, paths: PathKeeper, holders: HolderLists, events: HolderEvents
+    ) -> None:
         """Notes how the files of the checkpoint are before any worker reads them. Raises
         CheckpointError where a fallback was asked for by name and this host has no weights, and
         where this process lacks descriptors to look at them.
         """
         self._client, self._placed, self._paths, self._holders = client, placed, paths, holders
+        self._events = events
         self._fleet = placed.fleet
         self._model = Path(placed.spec.path)
         # Why there is none, empty where there may be.
         self.reason = fallback_is_off(placed.settings)
-        # Called when stand-ins have been made or could not be, from their threads.
-        self.on_change: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._stand_ins: dict[str, _StandIn] = {}
@@ -259,7 +262,7 @@ class HostFallback:
             with self._lock:
                 one.is_being_made = bool(waiting)
             log.warning("the host's processor stands in for worker %s after %.3f s", one.worker, time.monotonic() - began)
-            self.on_change()
+            self._events.note(StandInsChanged())
             self._check(one, member, waiting)
         except DflashError as error:
             level = logging.DEBUG if self._is_over.is_set() else logging.ERROR
@@ -271,7 +274,7 @@ class HostFallback:
         finally:
             with self._lock:
                 one.is_being_made = False
-            self.on_change()
+            self._events.note(StandInsChanged())
 
     def _when_possible(self, one: _StandIn, step: Callable[[], Result]) -> Result:
         """Returns what `step` does; what this process lacks for it is waited for."""

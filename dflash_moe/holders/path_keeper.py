@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import ConfigError, DflashError, WorkerLost, WorkerTimeout
+from dflash_moe.holders.events import PathLate
 from dflash_moe.holders.fleet import LEAST_ATTACH_S
 from dflash_moe.holders.renewal import PAUSE_S, RENEWALS, Renewal, try_to_renew
 from dflash_moe.protocol.descriptors import Descriptors
@@ -30,6 +31,7 @@ from dflash_moe.protocol.descriptors import Descriptors
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.config import Settings
+    from dflash_moe.holders.events import HolderEvents
     from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.placed_experts import PlacedExperts
     from dflash_moe.placement.held_shards import HeldShard
@@ -53,15 +55,11 @@ class PathKeeper:
     renews a path has retired it before, so that no two threads renew the same one.
     """
 
-    def __init__(self, client: _core.Client, placed: PlacedExperts) -> None:
+    def __init__(self, client: _core.Client, placed: PlacedExperts, events: HolderEvents) -> None:
         self._client = client
         self._placed = placed
         self._fleet = placed.fleet
-        # Called when a worker was given up because its path could not be renewed.
-        self.on_loss: Callable[[], None] = lambda: None
-        # Called with a worker's name when it has not got its path after the time in which a worker
-        # that computes would be suspected.
-        self.on_late: Callable[[str], None] = lambda _name: None
+        self._events = events
         # By name of a worker, also of those that were removed: held over the making of one path.
         self._locks: dict[str, threading.Lock] = {}
         # Held while settings come in force, and while a fresh path becomes the client's; never
@@ -267,7 +265,7 @@ class PathKeeper:
             else:
                 renewal.is_late = True
                 with suppress(DflashError):  # the runtime was closed meanwhile
-                    self.on_late(self._fleet.at_index(index).name)
+                    self._events.note(PathLate(self._fleet.at_index(index)))
         return 1000 * min(waits_s) + 1 if waits_s else None
 
     def _begin_to_renew(self, index: int, reason: str) -> None:
@@ -311,7 +309,7 @@ class PathKeeper:
                 with self.making(member):
                     if member.session is session:
                         self._client.mark_lost(index, failure)  # calls that need it say so; the others go on
-                self.on_loss()
+                self._events.bell.ring()
         except DflashError as error:  # the runtime was closed meanwhile
             log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
         finally:

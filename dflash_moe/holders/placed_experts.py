@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dflash_moe import _core
 from dflash_moe.config.values import REPLICA
 from dflash_moe.errors import ConfigError
-from dflash_moe.holders.fleet import ChannelDecorator, Fleet, LoadingReport
+from dflash_moe.holders.fleet import ChannelDecorator, DamageReport, Fleet, LoadingReport
 from dflash_moe.holders.memory_check import check_memory
 from dflash_moe.holders.threads import thread_plan
 from dflash_moe.holders.transports import check_paths
@@ -53,10 +53,12 @@ class PlacedExperts:
         settings: Settings,
         *,
         channel_decorator: ChannelDecorator | None = None,
+        watch: ChannelDecorator | None = None,
+        on_damage: DamageReport = lambda _holder, _layer, _shard, _failure: None,
         retries_unfit: bool = False,
     ) -> None:
-        """Plans everything and starts nothing. `retries_unfit` is that of membership.RestartPolicy.
-        Raises ConfigError and UnsupportedError for a plan that cannot be carried out.
+        """Plans everything and starts nothing; what is passed on is the fleet's. Raises ConfigError
+        and UnsupportedError for a plan that cannot be carried out.
         """
         topology = topology.with_settings(settings)
         self._key = check_paths(topology, settings)
@@ -78,7 +80,10 @@ class PlacedExperts:
         # The shards of the host's stand-ins by their names; replaced and never changed.
         self.standing_in: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})
         self.threads = thread_plan(topology, settings, self.held)
-        self.fleet = Fleet(spec, settings, self.threads, channel_decorator, retries_unfit=retries_unfit)
+        self.fleet = Fleet(
+            spec, settings, self.threads, decorate=channel_decorator, watch=watch, on_damage=on_damage,
+            retries_unfit=retries_unfit,
+        )  # fmt: skip
 
     def start(self, on_loading: LoadingReport | None = None) -> None:
         """Starts and loads all workers. Errors: ConfigError, CheckpointError, UnsupportedError,

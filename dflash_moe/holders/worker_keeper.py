@@ -11,13 +11,10 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import select
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -33,10 +30,10 @@ from dflash_moe.errors import (
     WorkerTimeout,
     WorkerUnfit,
 )
+from dflash_moe.holders.events import HolderEvents, LifeEvent, Notice
 from dflash_moe.holders.holder import Holder, Parting, WorkerState
 from dflash_moe.holders.membership import Event, Happening, Order, State, Task
 from dflash_moe.holders.notices import TOLD_TO_STOP
-from dflash_moe.protocol.failures import system_failure
 
 if TYPE_CHECKING:
     from dflash_moe.holders.placed_experts import PlacedExperts
@@ -63,8 +60,13 @@ class Calls(Protocol):
         DflashError.
         """
 
-    def losses(self) -> list[tuple[str, str]]:
-        """Returns the workers that calls have given up, with the reason; never raises."""
+    def news(self) -> list[tuple[str, Happening, str]]:
+        """Returns the workers that calls have given up, with the reason, and those that drain and
+        have answered all; never raises.
+        """
+
+    def note(self, notice: Notice) -> None:
+        """Does what an event asks for that is nothing for a state machine."""
 
     def tell(self, member: Holder) -> None:
         """Is told whenever the state of a worker has changed, from the keeper's thread."""
@@ -83,20 +85,17 @@ class WorkerKeeper:
     nothing in a forked child.
     """
 
-    def __init__(self, placed: PlacedExperts, calls: Calls) -> None:
+    def __init__(self, placed: PlacedExperts, calls: Calls, events: HolderEvents) -> None:
+        """`events` are taken by this object's thread, and by nobody else."""
         self._placed = placed
         self._fleet = placed.fleet
         self._calls = calls
-        self._events: queue.SimpleQueue[tuple[Holder, Event]] = queue.SimpleQueue()
-        # Guards the machines and the bell. The thread that holds it takes it again where it
-        # collects a runtime that nobody closed.
+        self._events = events
+        # Guards the machines. The thread that holds it takes it again where it collects a runtime
+        # that nobody closed.
         self._lock = threading.RLock()
         # Told whenever a worker that is let go is gone, back, or left alone.
         self._changed = threading.Condition(self._lock)
-        try:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError as error:
-            raise system_failure("the bell of the thread that brings workers back could not be made", error) from None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-workers", daemon=True)
 
@@ -105,8 +104,7 @@ class WorkerKeeper:
         for member in self._fleet.members.values():
             if member.session is not None:
                 self._adopt(member)
-        if self._kept():
-            self._thread.start()
+        self._thread.start()
 
     def adopt(self, member: Holder) -> None:
         """Takes one more worker over, likewise. Raises WorkerLost where the runtime was closed."""
@@ -114,9 +112,7 @@ class WorkerKeeper:
             if self._is_over.is_set():
                 raise WorkerLost(f"worker {member.name} is not added: the runtime was closed", worker=member.name)
             self._adopt(member)
-        if self._thread.ident is None:  # so far, no worker was another process
-            self._thread.start()
-        self.ring()
+        self._events.bell.ring()
 
     def _adopt(self, member: Holder) -> None:
         member.open_pidfd()
@@ -133,27 +129,6 @@ class WorkerKeeper:
 
     # -- what others say and ask -------------------------------------------------------------------
 
-    def ring(self) -> None:
-        """Makes the thread look for losses now."""
-        with self._lock, suppress(OSError):
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
-
-    def note_loss(self, name: str, reason: str) -> None:
-        """Says that calls have given a worker up, or that its path cannot be renewed."""
-        kept = self._find(name)
-        if kept is not None:
-            self._post(kept, Event(Happening.LOST, kept.life.attempt, reason))
-
-    def outvote(self, name: str, reason: str, *, is_last: bool = False) -> None:
-        """Says that a worker's numbers are wrong. No answer of it is used any more, and other
-        holders get what it was asked. It is started again once, and compared thoroughly; the next
-        time, or where `is_last`, it is left alone until somebody releases it.
-        """
-        kept = self._find(name)
-        if kept is not None:
-            self._post(kept, Event(Happening.OUTVOTED, kept.life.attempt, reason, is_last=is_last))
-
     def release(self, name: str) -> None:
         """Ends the quarantine of a worker: it is started or dialled again at once. Raises
         ConfigError for a worker that is not in quarantine.
@@ -167,7 +142,7 @@ class WorkerKeeper:
             state = kept.life.state
         if state is not State.QUARANTINED:
             raise ConfigError(f"release: worker {name} is {state.value} and not quarantined")
-        self._post(kept, Event(Happening.RELEASED))
+        self._events.happen(kept, Happening.RELEASED)
 
     def let_go(self, name: str, parting: Parting, *, is_recycled: bool = False) -> None:
         """Begins to remove a worker of another process, or to start it anew; `await_end` waits for
@@ -182,7 +157,7 @@ class WorkerKeeper:
             if is_recycled and state is not State.READY:
                 raise ConfigError(f"worker {name} is {state.value} and not ready{_because(kept.life.reason)}")
             kept.parting = parting
-        self._post(kept, Event(Happening.RECYCLED if is_recycled else Happening.REMOVED))
+        self._events.happen(kept, Happening.RECYCLED if is_recycled else Happening.REMOVED)
 
     def await_end(self, name: str, seconds: float) -> WorkerState | None:
         """Waits until a worker that is let go is no member any more, and returns None, or until it
@@ -201,16 +176,10 @@ class WorkerKeeper:
                     raise WorkerTimeout(f"worker {name} is {kept.life.state.value} after {seconds:g} s", worker=name)
         raise DflashError(f"the runtime was closed while worker {name} was let go")
 
-    def note_idle(self, name: str) -> None:
-        """Says that a worker which drains has nothing in flight any more."""
-        kept = self._find(name)
-        if kept is not None:
-            self._post(kept, Event(Happening.DRAINED, kept.life.attempt))
-
     def states(self) -> list[WorkerState]:
         """Returns how every member stands, those inside this process too."""
         self._fleet.owner.require_here()
-        self.ring()
+        self._events.bell.ring()
         now = time.monotonic()
         with self._lock:
             return [member.stands(now) for member in self._fleet.members.values()]
@@ -247,7 +216,7 @@ class WorkerKeeper:
             self._changed.notify_all()
         if not self._thread.is_alive():  # never started
             return
-        self.ring()
+        self._events.bell.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
         deadline = time.monotonic() + STOP_S
@@ -258,10 +227,6 @@ class WorkerKeeper:
         """Closes what the keeper owns; never raises."""
         if not self._fleet.owner.is_here:
             return
-        with self._lock:
-            bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
         for kept in self._kept():
             kept.close_pidfd()
 
@@ -283,7 +248,7 @@ class WorkerKeeper:
             try:
                 self._sleep()
                 self._take_events()
-                self._take_losses()
+                self._take_news()
                 self._take_due()
             except Exception:
                 if self._is_over.is_set():
@@ -295,7 +260,7 @@ class WorkerKeeper:
         """Sleeps until something happens. Processes that ended become losses here."""
         poller = select.poll()
         watched: dict[int, Holder] = {}
-        for descriptor in (self._bell, self._calls.descriptor()):
+        for descriptor in (self._events.bell.fileno(), self._calls.descriptor()):
             if descriptor >= 0:
                 poller.register(descriptor, select.POLLIN)
         for kept in self._kept():
@@ -308,8 +273,7 @@ class WorkerKeeper:
                     poller.register(descriptor, events)
         # Nothing but an event or the next try has to wake this thread.
         awoken = poller.poll(self._until_next_look())
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+        self._events.bell.hush()
         gone = set()
         for descriptor, events in awoken:
             kept_one = watched.get(descriptor)
@@ -330,14 +294,17 @@ class WorkerKeeper:
         return max(0.0, min(looks) - time.monotonic()) * 1000 + 1 if looks else None
 
     def _take_events(self) -> None:
-        while not self._events.empty():
-            self._handle(*self._events.get_nowait())
+        for happened in self._events.take():
+            if isinstance(happened, LifeEvent):
+                self._handle(happened.holder, happened.event)
+            else:
+                self._calls.note(happened)
 
-    def _take_losses(self) -> None:
-        for name, reason in self._calls.losses():
+    def _take_news(self) -> None:
+        for name, what, reason in self._calls.news():
             kept = self._find(name)
             if kept is not None and kept.life.serves:
-                self._handle(kept, Event(Happening.LOST, kept.life.attempt, reason))
+                self._handle(kept, Event(what, kept.life.attempt, reason))
 
     def _take_due(self) -> None:
         for kept in self._kept():
@@ -346,10 +313,6 @@ class WorkerKeeper:
                 continue
             what = Happening.DUE if kept.life.state is State.WAITING else Happening.DRAINED
             self._handle(kept, Event(what, kept.life.attempt))
-
-    def _post(self, kept: Holder, event: Event) -> None:
-        self._events.put((kept, event))
-        self.ring()
 
     def _handle(self, kept: Holder, event: Event) -> None:
         session = kept.session
@@ -414,26 +377,27 @@ class WorkerKeeper:
                 self._run_errand(kept, order, former)
                 return
             reason = f"this process cannot start a thread for it: {error}"
-            self._post(kept, Event(Happening.FAILED, order.attempt, reason, is_death=False))
+            self._events.happen(kept, Happening.FAILED, reason, attempt=order.attempt, is_death=False)
 
     def _run_errand(self, kept: Holder, order: Order, former: threading.Thread | None) -> None:
+        reason, is_death = "", True
         try:
             steps: dict[Task, Callable[[Holder], Happening]] = {
                 Task.START: self._start, Task.JOIN: self._join, Task.END: partial(self._end, former),
             }  # fmt: skip
-            event = Event(steps[order.task](kept), order.attempt)
+            what = steps[order.task](kept)
         except UNFIT as error:
-            event = Event(Happening.UNFIT, order.attempt, str(error))
+            what, reason = Happening.UNFIT, str(error)
         except (WorkerLost, WorkerTimeout) as error:
-            event = Event(Happening.FAILED, order.attempt, str(error))
+            what, reason = Happening.FAILED, str(error)
         except DflashError as error:
             # It is busy with another host, or this process lacks something, such as descriptors.
+            what, reason = Happening.FAILED, str(error)
             is_death = isinstance(error, WorkerError) and order.task is Task.JOIN
-            event = Event(Happening.FAILED, order.attempt, str(error), is_death=is_death)
         except Exception as error:
             log.exception("worker %s: %s came to nothing", kept.name, order.task.value)
-            event = Event(Happening.FAILED, order.attempt, f"{type(error).__name__}: {error}")
-        self._post(kept, event)
+            what, reason = Happening.FAILED, f"{type(error).__name__}: {error}"
+        self._events.happen(kept, what, reason, attempt=order.attempt, is_death=is_death)
 
     def _start(self, kept: Holder) -> Happening:
         self._fleet.start_again(kept)

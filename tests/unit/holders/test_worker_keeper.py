@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.holders import events
+from dflash_moe.holders.events import HolderEvents, Notice, PathLate
 from dflash_moe.holders.holder import Holder, Parting
-from dflash_moe.holders.membership import Life, RestartPolicy, State
+from dflash_moe.holders.membership import Happening, Life, RestartPolicy, State
 from dflash_moe.holders.owner import Owner
 from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.topology.addresses import parse_address
@@ -31,6 +33,8 @@ class Pretended:
 
     def __init__(self, policy: RestartPolicy = QUICK, *, is_started_by_host: bool = True) -> None:
         self.owner = Owner()
+        self.events = HolderEvents()
+        self.notices: list[Notice] = []
         self.done: list[str] = []
         self.failures: list[tuple[str, BaseException]] = []
         self.hung_up = threading.Event()
@@ -73,8 +77,11 @@ class Pretended:
         self.lost.clear()
         self.step("join")
 
-    def losses(self) -> list[tuple[str, str]]:
-        return list(self.lost)
+    def news(self) -> list[tuple[str, Happening, str]]:
+        return [(name, Happening.LOST, reason) for name, reason in self.lost]
+
+    def note(self, notice: Notice) -> None:
+        self.notices.append(notice)
 
     def descriptor(self) -> int:
         return -1
@@ -92,7 +99,7 @@ def keep() -> Iterator[Keep]:
 
     def start(pretended: Pretended) -> WorkerKeeper:
         placed: Any = SimpleNamespace(fleet=pretended, held={"w0": ["its shards"]})
-        keepers.append(WorkerKeeper(placed, pretended))
+        keepers.append(WorkerKeeper(placed, pretended, pretended.events))
         keepers[-1].start()
         return keepers[-1]
 
@@ -100,6 +107,7 @@ def keep() -> Iterator[Keep]:
     for keeper in keepers:
         keeper.call_off()
         keeper.close()
+        keeper._events.bell.close()
 
 
 def wait_for(keeper: WorkerKeeper, state: str) -> None:
@@ -111,7 +119,7 @@ def wait_for(keeper: WorkerKeeper, state: str) -> None:
 
 def lose_and_wait(keeper: WorkerKeeper, pretended: Pretended, state: str = "ready") -> None:
     deaths = keeper.states()[0].deaths
-    keeper.note_loss("w0", "no progress")
+    pretended.events.happen(pretended.member, Happening.LOST, "no progress")
     until = time.monotonic() + SOON_S
     while keeper.states()[0].deaths == deaths:
         assert time.monotonic() < until
@@ -132,7 +140,7 @@ def test_a_loss_that_only_the_calls_know_is_seen_at_the_bell(keep: Keep) -> None
     pretended = Pretended()
     keeper = keep(pretended)
     pretended.lost.append(("w0", "it sent garbage"))
-    keeper.ring()
+    pretended.events.bell.ring()
     wait_for(keeper, "ready")
     until = time.monotonic() + SOON_S
     while "join" not in pretended.done:
@@ -184,7 +192,7 @@ def test_the_end_cuts_short_what_is_under_way(keep: Keep, step: str) -> None:
     pretended = Pretended()
     keeper = keep(pretended)
     pretended.hangs_at = step
-    keeper.note_loss("w0", "no progress")
+    pretended.events.happen(pretended.member, Happening.LOST, "no progress")
     until = time.monotonic() + SOON_S
     while step not in pretended.done:
         assert time.monotonic() < until
@@ -194,13 +202,12 @@ def test_the_end_cuts_short_what_is_under_way(keep: Keep, step: str) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-w0")]
 
 
-def test_a_keeper_without_workers_of_other_processes_has_no_thread(keep: Keep) -> None:
+def test_holders_inside_this_process_are_ready_and_never_brought_back(keep: Keep) -> None:
     pretended = Pretended()
     pretended.member.session = None
     keeper = keep(pretended)
     assert [found.state for found in keeper.states()] == ["ready"]
     assert keeper.remedy_of("w0") == "start the runtime anew"
-    assert not [thread for thread in threading.enumerate() if thread.name == "dflash-workers"]
 
 
 def parting_of(pretended: Pretended, drain_s: float) -> Parting:
@@ -218,13 +225,13 @@ def test_a_worker_that_is_removed_drains_says_goodbye_and_is_forgotten(keep: Kee
     wait_for(keeper, "draining")
     with pytest.raises(ConfigError, match="worker w0 is draining already"):
         keeper.let_go("w0", parting_of(pretended, 0.0))
-    keeper.note_idle("w0")
+    pretended.events.happen(pretended.member, Happening.DRAINED)
     assert keeper.await_end("w0", SOON_S) is None
     assert pretended.done == ["leave", "dismiss", "gone"]
     assert pretended.told[-1] is State.GONE
     assert keeper.states() == []
-    keeper.note_idle("w0")  # it is nobody's any more
-    keeper.note_loss("w0", "hung up")
+    pretended.events.happen(pretended.member, Happening.DRAINED)  # it is nobody's any more
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")
     with pytest.raises(ConfigError, match="no worker is named 'w0'"):
         keeper.release("w0")
 
@@ -242,7 +249,7 @@ def test_a_recycled_worker_is_ended_and_started_anew_without_a_pause(keep: Keep)
     keeper = keep(pretended)
     keeper.let_go("w0", parting_of(pretended, 3600.0), is_recycled=True)
     wait_for(keeper, "draining")
-    keeper.note_idle("w0")
+    pretended.events.happen(pretended.member, Happening.DRAINED)
     back = keeper.await_end("w0", SOON_S)
     assert back is not None
     assert (back.state, back.deaths) == ("ready", 0)
@@ -254,7 +261,7 @@ def test_a_worker_lost_while_it_drains_is_ended_at_once(keep: Keep) -> None:
     keeper = keep(pretended)
     keeper.let_go("w0", parting_of(pretended, 3600.0))
     wait_for(keeper, "draining")
-    keeper.note_loss("w0", "hung up")
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")
     assert keeper.await_end("w0", SOON_S) is None
 
 
@@ -288,3 +295,35 @@ def test_what_a_worker_said_last_is_the_reason_of_its_loss(keep: Keep) -> None:
     pretended.has_left = True
     lose_and_wait(keeper, pretended)
     assert pretended.done[0] == "lose: it was told to stop"
+
+
+def test_what_is_nothing_for_a_life_goes_to_those_who_call(keep: Keep) -> None:
+    pretended = Pretended()
+    keep(pretended)
+    late = PathLate(pretended.member)
+    pretended.events.note(late)
+    until = time.monotonic() + SOON_S
+    while pretended.notices != [late]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_an_event_of_an_earlier_attempt_is_not_held_against_the_latest(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    lose_and_wait(keeper, pretended)
+    pretended.events.happen(pretended.member, Happening.OUTVOTED, "wrong numbers", attempt=1)
+    pretended.events.happen(pretended.member, Happening.OUTVOTED, "wrong numbers", attempt=2, is_last=True)
+    wait_for(keeper, "quarantined")
+    assert keeper.states()[0].deaths == 2
+
+
+def test_a_worker_that_tells_of_damage_without_end_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_WAITING", 3)
+    pretended = Pretended()
+    for shard in range(10):
+        pretended.events.damage(pretended.member, 0, shard, "")
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")
+    assert len(list(pretended.events.take())) == 4
+    pretended.events.bell.close()
+    pretended.events.damage(pretended.member, 0, 0, "")  # a bell that is closed is rung in vain
