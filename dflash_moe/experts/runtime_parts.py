@@ -89,7 +89,8 @@ class RuntimeParts:
         for name, member in self._fleet.members.items():
             self.paths.introduce(member, *self._fleet.attach(member, plans[name]))
         classes = cost_classes(placed.spec.layers)
-        layers = self._fleet.shards_by_layer(placed.held)
+        numbers = {name: member.client_index for name, member in self._fleet.members.items()}
+        layers = self._fleet.shards_by_layer(placed.held, numbers)
         for layer, shards in layers:
             client.define_layer(
                 layer=layer.index,
@@ -101,7 +102,7 @@ class RuntimeParts:
                 cost_class=classes[layer.index],
             )
         for where, holders in holders_by_shard(placed.spec, placed.placement).items():
-            self.holders.begin(where, [self._fleet.members[name].client_index for name in holders])
+            self.holders.begin(where, [numbers[name] for name in holders])
         self.fallback.start()
         client.set_profile(bool(placed.settings.profile))
         return layers

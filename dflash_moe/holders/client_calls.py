@@ -1,6 +1,10 @@
 """The calls of a runtime as the keeper of its workers sees them: what the client knows of losses,
-and how it hears that a worker is gone or back.
+and how it hears that a worker is gone or back. People hear of that too: once for each coming and
+going, with the worker's name and the way to it, from one logger that whoever has a terminal shows.
 
+A loss is a warning, and so is the return after it, since who has heard of the one waits for the
+other. What somebody wanted is none: a worker that was told to stop, or was let go. Attempts to
+reach a lost worker are not told; `runtime.workers()` has them.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -13,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from dflash_moe.errors import DflashError
 from dflash_moe.holders.events import Notice, PathLate, StandInsChanged, WeightsDamaged
+from dflash_moe.holders.holder import TOLD_TO_STOP
 from dflash_moe.holders.membership import Happening, State
-from dflash_moe.holders.notices import WorkerNotices
 
 if TYPE_CHECKING:
     from dflash_moe import _core
@@ -24,8 +28,9 @@ if TYPE_CHECKING:
     from dflash_moe.holders.path_keeper import PathKeeper
     from dflash_moe.holders.row_audit import Audit
 
-
 log = logging.getLogger(__name__)
+# The name is what command lines and programs attach a handler to.
+log_notices = logging.getLogger("dflash_moe.notices")
 
 
 class ClientCalls:
@@ -37,7 +42,6 @@ class ClientCalls:
         self._paths = paths
         self._fallback = fallback
         self._audit = audit
-        self._notices = WorkerNotices()
         # Guards that of two threads which tell the client of one worker the later one is right: one
         # that adds a worker tells of it while the keeper's does.
         self._lock = threading.Lock()
@@ -92,7 +96,7 @@ class ClientCalls:
         others can have.
         """
         with self._lock:
-            self._notices.tell(member)
+            tell_people(member)
             self._tell(member)
 
     def _tell(self, member: Holder) -> None:
@@ -105,3 +109,30 @@ class ClientCalls:
     def descriptor(self) -> int:
         """Returns the descriptor of the client's events."""
         return self._client.event_fd()
+
+
+def tell_people(member: Holder) -> None:
+    """Tells how a worker stands where that is news. One thread at a time calls."""
+    name, life, gone = member.name, member.life, member.told_gone
+    if life.state is State.READY:
+        member.told_gone = 0
+        if gone:
+            log_notices.log(min(gone, logging.WARNING), "worker %s is back (%s)", name, member.way)
+        elif gone is None and not member.address.is_started_by_host:
+            log_notices.info("worker %s at %s is connected (%s)", name, member.address, member.way)
+    elif life.state is State.LOST and gone == 0:
+        is_wanted = life.reason == TOLD_TO_STOP
+        again = "started again" if life.is_started_by_host else "dialled until it is back"
+        coming = f"; it is {again}" if life.is_coming else ""
+        member.told_gone = logging.INFO if is_wanted else logging.WARNING
+        going = "has left" if is_wanted else "is lost"
+        log_notices.log(member.told_gone, "worker %s (%s) %s: %s%s", name, member.way, going, life.reason, coming)
+    elif life.state is State.DRAINING and gone == 0:
+        member.told_gone = logging.INFO
+        log_notices.info("worker %s (%s) is let go, and finishes what it has", name, member.way)
+    elif life.state is State.QUARANTINED:
+        member.told_gone = logging.ERROR
+        log_notices.error("worker %s is left alone: %s", name, life.reason)
+    elif life.state is State.GONE and gone is not None:
+        member.told_gone = None
+        log_notices.info("worker %s is gone", name)

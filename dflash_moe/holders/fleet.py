@@ -383,13 +383,13 @@ class Fleet:
         """Returns the generation of a data path that is made somewhere else than in `attach`."""
         return next(self._generations)
 
-    def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]]) -> list[LayerShards]:
+    def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]], numbers: Mapping[str, int]) -> list[LayerShards]:
         """Returns every layer with its shards at their first holders, in ascending order, as
-        `Client.define_layer` takes them. All members are known to the client by now.
+        `Client.define_layer` takes them. `numbers` are those by which the client knows the holders.
         """
         places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
         for name, shards in held.items():
-            index = self.members[name].client_index
+            index = numbers[name]
             for one in (shard for shard in shards if not shard.is_replica):
                 places.setdefault(one.layer.index, []).append((one.shard_id, index, one.weights_fingerprint, one.experts))
         return [(layer, sorted(places[layer.index])) for layer in self._spec.layers]

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.topology import WorkerSpec
 
+# Why a worker is not there any more that said so itself.
+TOLD_TO_STOP = "it was told to stop"
+_WAYS = {"shared": "shared memory", "unix": "a Unix socket", "loopback": "the host's own process"}
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
@@ -95,7 +99,7 @@ class Holder:
     # What another process said of itself when it was greeted last. One that is lost meanwhile is
     # still of that kind for those that join.
     last_hello: HelloReply | None = None
-    # The client knows the member by this number, and -1 means not yet.
+    # The client knows the member by this number, and -1 means not yet (PathKeeper.introduce).
     client_index: int = -1
     # All sessions with it have this id, by which a worker started by hand knows its host again.
     session_id: bytes = field(default_factory=partial(secrets.token_bytes, SESSION_ID_BYTES))
@@ -105,6 +109,8 @@ class Holder:
     device: DeviceChoice = DeviceChoice()
     # How its former process ended and what that logged last, once it was lost.
     last_exit: str = ""
+    # What people were told of it last: the level of its going, 0 that it is there, None nothing.
+    told_gone: int | None = None
     # Set by who lets it go, before the keeper hears of that.
     parting: Parting | None = None
     # Only the keeper's thread touches these: what is under way for it, or was last; what becomes
@@ -135,6 +141,13 @@ class Holder:
     def is_on_this_machine(self) -> bool:
         """False for workers behind a TCP address of their own."""
         return not self.address.host or self.address.is_loopback
+
+    @property
+    def way(self) -> str:
+        """How it is reached, for people, and over TCP whether that is encrypted."""
+        if self.transport != "tcp" or self.session is None:
+            return _WAYS.get(self.transport, self.transport)
+        return f"TCP, {'encrypted' if self.session.is_encrypted else 'not encrypted'}"
 
     @property
     def slowdown(self) -> float:

@@ -31,9 +31,8 @@ from dflash_moe.errors import (
     WorkerUnfit,
 )
 from dflash_moe.holders.events import HolderEvents, LifeEvent, Notice
-from dflash_moe.holders.holder import Holder, Parting, WorkerState
+from dflash_moe.holders.holder import TOLD_TO_STOP, Holder, Parting, WorkerState
 from dflash_moe.holders.membership import Event, Happening, Order, State, Task
-from dflash_moe.holders.notices import TOLD_TO_STOP
 
 if TYPE_CHECKING:
     from dflash_moe.holders.placed_experts import PlacedExperts
