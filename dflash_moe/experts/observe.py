@@ -7,18 +7,24 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe import _core
-from dflash_moe.errors import WorkerError, WorkerLost
+from dflash_moe.errors import DflashError, WorkerError, WorkerLost
 from dflash_moe.holders.fleet import EXIT_S, Fleet
 from dflash_moe.holders.holder import Holder
 from dflash_moe.holders.launcher import StartedWorker
 from dflash_moe.placement.held_shards import HeldShard
 from dflash_moe.telemetry.counters import add_counters, zero_counters
 from dflash_moe.telemetry.memory import process_memory
+
+if TYPE_CHECKING:
+    from dflash_moe.holders.events import HolderEvents
+    from dflash_moe.holders.host_fallback import HostFallback
+    from dflash_moe.holders.worker_keeper import WorkerKeeper
 
 # A worker is given this time to send its counters. Its control thread answers at once, also while
 # the worker computes.
@@ -39,6 +45,32 @@ class WorkerProcess:
     anonymous_bytes: int
     file_bytes: int
     weight_bytes: int
+
+
+class LossExplainer:
+    """Completes errors of the client with what else the runtime knows. Any thread may call."""
+
+    def __init__(
+        self, fleet: Fleet, workers: WorkerKeeper, fallback: HostFallback, events: HolderEvents, is_over: threading.Event
+    ) -> None:
+        """`is_over` is set once the runtime was closed."""
+        self._fleet, self._workers, self._fallback, self._events = fleet, workers, fallback, events
+        self._is_over = is_over
+
+    def explained(self, error: WorkerError) -> DflashError:
+        """Returns an error of the client with what else is known. Where the runtime was closed
+        meanwhile, the error says so instead, because nothing is wrong with the worker.
+        """
+        if self._is_over.is_set():
+            text = f"the runtime was closed before this call was done; take results before close() ({error})"
+            return DflashError(text, **{**error.fields(), "code": "closed"})
+        if isinstance(error, WorkerLost):
+            self._events.bell.ring()
+        return explain_loss(error, self._fleet, self.remedy_of)
+
+    def remedy_of(self, worker: str) -> str:
+        """Returns a clause that says what is done about a worker that was lost."""
+        return f"{self._workers.remedy_of(worker)}{self._fallback.why_not(worker)}"
 
 
 def explain_loss(error: WorkerError, fleet: Fleet, remedy_of: Callable[[str], str]) -> WorkerError:

@@ -6,13 +6,21 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe import _core
 from dflash_moe.config.remedies import host_grace_ms
+from dflash_moe.errors import DflashError
 from dflash_moe.experts.auto import cost_classes
+from dflash_moe.experts.expert_calls import ExpertCalls
+from dflash_moe.experts.mode_switch import ModeSwitch
+from dflash_moe.experts.observe import LossExplainer
+from dflash_moe.experts.runtime_report import RuntimeReport
 from dflash_moe.holders.client_calls import ClientCalls
 from dflash_moe.holders.control import ControlSocket, WorkerOrders
 from dflash_moe.holders.elastic import Elastic
@@ -27,9 +35,11 @@ from dflash_moe.placement.held_shards import holders_by_shard
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
-    from dflash_moe.holders.fleet import ChannelDecorator, LayerShards, LoadingReport
+    from dflash_moe.holders.fleet import ChannelDecorator, LoadingReport
     from dflash_moe.model.spec import ModelSpec
     from dflash_moe.topology import Topology
+
+log = logging.getLogger(__name__)
 
 
 class RuntimeParts:
@@ -39,11 +49,14 @@ class RuntimeParts:
     """
 
     def __init__(
-        self, spec: ModelSpec, topology: Topology, settings: Settings, *, channel_decorator: ChannelDecorator | None = None
-    ) -> None:
-        """Builds the parts without starting anything. Errors are those of PlacedExperts, and
-        DflashError where this process is out of descriptors.
+        self, spec: ModelSpec, topology: Topology, settings: Settings, overrides: Mapping[str, Any], *,
+        channel_decorator: ChannelDecorator | None = None,
+    ) -> None:  # fmt: skip
+        """Builds the parts without starting anything. `settings` have the `overrides` of
+        `ExpertRuntime.start`. Errors are those of PlacedExperts, and DflashError where this process
+        is out of descriptors.
         """
+        self._is_running, self._is_over = False, threading.Event()
         # Those that were built have descriptors already where a later one gets none.
         with ExitStack() as built:
             self.events = HolderEvents()
@@ -75,14 +88,22 @@ class RuntimeParts:
             calls = ClientCalls(self.client, self._fleet, self.paths, self.fallback, self.audit)
             self.workers = WorkerKeeper(placed, calls, self.events)
             self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
-            self.control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
+            self.losses = LossExplainer(self._fleet, self.workers, self.fallback, self.events, self._is_over)
+            self.calls = ExpertCalls(self.client, placed)
+            self.modes = ModeSwitch(self.client, placed, self.paths, self.calls, overrides)
+            self.report = RuntimeReport(
+                self.client, placed, self.calls, holders=self.holders, fallback=self.fallback, audit=self.audit,
+                remedy_of=self.losses.remedy_of,
+            )  # fmt: skip
+            self._control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
             built.pop_all()
 
-    def open(self, on_loading: LoadingReport | None) -> list[LayerShards]:
+    def open(self, on_loading: LoadingReport | None) -> None:
         """Starts and loads all workers, and tells the client of them and of every layer's holders.
-        Returns the layers with their shards, as `Client.define_layer` took them. Errors are those
-        of `ExpertRuntime.start`.
+        Errors are those of `ExpertRuntime.start`.
         """
+        if self.calls.device_name:
+            log.info("host.device: %s", self.calls.device_name)
         placed, client = self.placed, self.client
         placed.start(on_loading)
         plans = placed.plan_slots()
@@ -105,7 +126,7 @@ class RuntimeParts:
             self.holders.begin(where, [numbers[name] for name in holders])
         self.fallback.start()
         client.set_profile(bool(placed.settings.profile))
-        return layers
+        self.calls.open(layers)
 
     def run(self) -> None:
         """Starts the threads that keep what `open` has made."""
@@ -113,12 +134,23 @@ class RuntimeParts:
         self.workers.start()
         self.audit.start()
         self._fleet.shards.learn(self.placed.held)
-        self.control.start()
+        self._control.start()
+        self._is_running = True
+
+    def note_end(self) -> None:
+        """Takes what is told of a runtime that is closed, before it is; never raises."""
+        if self._is_running:
+            # A forked child owns neither workers nor counters, and the client refuses it.
+            with suppress(DflashError):
+                self.report.keep_last()
+                self.modes.explain()
 
     def end(self) -> None:
         """Ends a runtime that was closed or dropped; never raises. Its channels go once the last
         call has left.
         """
+        self._is_over.set()
+        self.calls.close()
         self.audit.call_off()
         self._fleet.shards.call_off()
         self.fallback.call_off()
@@ -126,7 +158,7 @@ class RuntimeParts:
         self.paths.call_off()
         self.fallback.close()
         self._fleet.close()
-        self.control.close()
+        self._control.close()
         self.paths.close()
         self.workers.close()
         self.audit.close()

@@ -124,7 +124,7 @@ class Elastic:
         check_paths(Topology((spec,), source=SOURCE), self._placed.settings)
 
     def _check_host(self, doing: str) -> None:
-        if not DeviceChoice.of_host(self._placed.topology.host).is_processor:
+        if not self._placed.host_device.is_processor:
             raise UnsupportedError(
                 f"{doing}: host.device is no processor, and its device steps know the workers that they began with; start the "
                 "runtime anew with the topology that you want"

@@ -71,26 +71,32 @@ Notice = WeightsDamaged | PathLate | StandInsChanged
 
 
 class Bell:
-    """A descriptor that becomes readable when it is rung. Any thread may ring, also one that is
-    within a ring and collects a runtime which nobody closed.
+    """A descriptor that becomes readable when it is rung. It is there from `open`, which whoever
+    waits for it calls, to `close`; in between, any thread may ring, also one that is within a ring
+    and collects a runtime which nobody closed.
     """
 
-    def __init__(self, of: str) -> None:
-        """Raises DflashError naming `of`, whose bell it is, where this process is out of
-        descriptors.
-        """
+    def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._fd = -1
+
+    def open(self, of: str) -> None:
+        """Makes the descriptor. Raises DflashError naming `of`, who waits for it, where this
+        process has none left.
+        """
         try:
             self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
             raise system_failure(f"the bell of {of} could not be made", error) from None
 
     def fileno(self) -> int:
-        """Returns the descriptor, -1 once it is closed."""
+        """Returns the descriptor, -1 where it is not open."""
         return self._fd
 
     def ring(self) -> None:
-        """Wakes who waits, now or the next time; never raises, and does nothing once closed."""
+        """Wakes who waits, now or the next time; never raises, and does nothing where it is not
+        open.
+        """
         with self._lock, suppress(OSError):
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
@@ -113,7 +119,7 @@ class HolderEvents:
     """The queue. Any thread may put; one takes."""
 
     def __init__(self) -> None:
-        self.bell = Bell("the thread that brings workers back")
+        self.bell = Bell()
         self._waiting: deque[LifeEvent | Notice] = deque()
 
     def happen(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dflash_moe import _core
 from dflash_moe.config.values import REPLICA
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.holders.fleet import ChannelDecorator, DamageReport, Fleet, LoadingReport
 from dflash_moe.holders.memory_check import check_memory
 from dflash_moe.holders.threads import thread_plan
@@ -25,6 +25,7 @@ from dflash_moe.placement.imposed import settle
 from dflash_moe.placement.numerics import check_classes, check_replicas, settle_classes
 from dflash_moe.placement.preset import FAST, Offer, choose_classes, dense_class, describe, is_stated, preferred
 from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.topology import HOST
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
@@ -151,6 +152,21 @@ class PlacedExperts:
         if self.settings.preset != FAST or is_stated(self.topology, HOST):
             return None
         return dense_class(Offer(tuple(_core.numerics_classes(isa)), isa), weight_format)
+
+    @property
+    def host_numerics(self) -> str:
+        """As `ExpertRuntime.host_numerics`."""
+        try:
+            return choose_numerics(self.topology.numerics_of(HOST), self.fleet.host_pool.isa, name=HOST)[0]
+        except UnsupportedError:
+            if self.topology.host.activations is not None:
+                raise
+            return DEFAULT_NUMERICS
+
+    @property
+    def host_device(self) -> DeviceChoice:
+        """The device of attention and router."""
+        return DeviceChoice.of_host(self.topology.host)
 
     def _dense_classes(self) -> list[str]:
         """Returns the classes that a preset tries for the host's own matrices."""

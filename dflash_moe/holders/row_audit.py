@@ -73,9 +73,8 @@ class Taps:
     """
 
     def __init__(self) -> None:
-        """Raises DflashError where this process is out of descriptors."""
         # Rung when there is one more tap, and at the end.
-        self.bell = Bell("the audit")
+        self.bell = Bell()
         self._lock = threading.Lock()
         self._taps: dict[str, _core.Tap] = {}
         # Those that were outvoted and whose place no other process has taken yet. What they go on
@@ -138,8 +137,10 @@ class Audit:
         cpu: float, events: HolderEvents, rng: random.Random | None = None,
     ) -> None:  # fmt: skip
         """`cpu` is the part of a core that computing rows again may take; 0 computes none. `held`
-        returns the shards of each holder by its name. Who is outvoted is put into `events`.
+        returns the shards of each holder by its name. Who is outvoted is put into `events`. Raises
+        DflashError where this process is out of descriptors.
         """
+        taps.bell.open("the audit")
         self._fleet = fleet
         self._taps = taps
         self._held = held

@@ -85,7 +85,9 @@ class WorkerKeeper:
     """
 
     def __init__(self, placed: PlacedExperts, calls: Calls, events: HolderEvents) -> None:
-        """`events` are taken by this object's thread, and by nobody else."""
+        """`events` are taken by this object's thread, and by nobody else; whoever made them closes
+        their bell. Raises DflashError where this process is out of descriptors.
+        """
         self._placed = placed
         self._fleet = placed.fleet
         self._calls = calls
@@ -95,6 +97,7 @@ class WorkerKeeper:
         self._lock = threading.RLock()
         # Told whenever a worker that is let go is gone, back, or left alone.
         self._changed = threading.Condition(self._lock)
+        events.bell.open("the thread that brings workers back")
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-workers", daemon=True)
 

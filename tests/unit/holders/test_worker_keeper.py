@@ -321,6 +321,7 @@ def test_an_event_of_an_earlier_attempt_is_not_held_against_the_latest(keep: Kee
 def test_a_worker_that_tells_of_damage_without_end_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_WAITING", 3)
     pretended = Pretended()
+    pretended.events.bell.open("the test")
     for shard in range(10):
         pretended.events.damage(pretended.member, 0, shard, "")
     pretended.events.happen(pretended.member, Happening.LOST, "hung up")
