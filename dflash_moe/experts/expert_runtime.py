@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError, WorkerError
-from dflash_moe.experts import observe
 from dflash_moe.experts.device_step import DeviceStep
 from dflash_moe.experts.expert_call import BoundExperts, ExpertCall
 from dflash_moe.experts.observe import WorkerProcess
@@ -264,7 +263,7 @@ class ExpertRuntime:
         `numerics` what computes in which class. The mode in use and its reason are there too. After
         `close()` the last values are returned.
         """
-        return self._parts.report.stats() if self._finalizer.alive else self._parts.report.last
+        return self._parts.report.stats()
 
     def worker_stats(self) -> dict[str, dict[str, int]]:
         """Asks every worker over its control connection for its own counters (calls, rows, bytes,
@@ -272,7 +271,7 @@ class ExpertRuntime:
         WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
-        return observe.ask_workers(self._fleet)
+        return self._parts.report.worker_stats()
 
     def workers(self) -> list[WorkerState]:
         """Returns how every holder of experts stands: ready, or lost and why, how often it died,
@@ -347,7 +346,7 @@ class ExpertRuntime:
         ConfigError once the runtime is closed.
         """
         self._require_open()
-        return observe.list_processes(self._fleet, self._placed.held)
+        return self._parts.report.worker_processes()
 
     def check_weights(self, report: ContentsReport = lambda _layer, _count, _total: None) -> int:
         """Compares the content checksums of the weights that every holder has loaded with those of
@@ -383,7 +382,7 @@ class ExpertRuntime:
         return self._client.take_traces()
 
     def _explained(self, error: WorkerError) -> DflashError:
-        return self._parts.losses.explained(error)
+        return self._parts.report.explained(error)
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:

@@ -19,8 +19,7 @@ from dflash_moe.errors import DflashError
 from dflash_moe.experts.auto import cost_classes
 from dflash_moe.experts.expert_calls import ExpertCalls
 from dflash_moe.experts.mode_switch import ModeSwitch
-from dflash_moe.experts.observe import LossExplainer
-from dflash_moe.experts.runtime_report import RuntimeReport
+from dflash_moe.experts.observe import RuntimeReport
 from dflash_moe.holders.client_calls import ClientCalls
 from dflash_moe.holders.control import ControlSocket, WorkerOrders
 from dflash_moe.holders.elastic import Elastic
@@ -88,12 +87,11 @@ class RuntimeParts:
             calls = ClientCalls(self.client, self._fleet, self.paths, self.fallback, self.audit)
             self.workers = WorkerKeeper(placed, calls, self.events)
             self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
-            self.losses = LossExplainer(self._fleet, self.workers, self.fallback, self.events, self._is_over)
             self.calls = ExpertCalls(self.client, placed)
             self.modes = ModeSwitch(self.client, placed, self.paths, self.calls, overrides)
             self.report = RuntimeReport(
-                self.client, placed, self.calls, holders=self.holders, fallback=self.fallback, audit=self.audit,
-                remedy_of=self.losses.remedy_of,
+                self.client, placed, self.calls, workers=self.workers, fallback=self.fallback, audit=self.audit,
+                holders=self.holders, events=self.events, is_over=self._is_over,
             )  # fmt: skip
             self._control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
             built.pop_all()

@@ -95,7 +95,7 @@ class Elastic:
             member = self._member_of(spec, asked)
             threads = self._placed.threads
             self._use_threads(plan_with(threads, spec, self._placed.settings))
-            self._fleet.arriving = {**self._fleet.arriving, spec.name: member}
+            self._fleet.expect(member)
             try:
                 chosen = self._start(member, spec)
                 self._join(member, chosen, topology)
@@ -182,8 +182,7 @@ class Elastic:
             self._paths.introduce(member, *path)
             with self._lock:
                 self._fleet.admit(member)
-                placed.held = {**placed.held, name: shards}
-                placed.topology = topology
+                placed.admit(name, shards, topology)
                 self._place(self._placement_with(member, chosen))
 
         self._paths.make(member, take, arriving={name: shards})
@@ -271,9 +270,7 @@ class Elastic:
         placed, name = self._placed, member.name
         with self._lock, suppress(DflashError):  # the runtime was closed meanwhile
             self._fleet.part_with(member)
-            placed.held = {holder: shards for holder, shards in placed.held.items() if holder != name}
-            workers = tuple(worker for worker in placed.topology.workers if worker.name != name)
-            placed.topology = replace(placed.topology, workers=workers)
+            placed.part_with(name)
             self._use_threads(plan_without(placed.threads, name, placed.settings))
             self._place(without_holder(placed.placement, name))
 
@@ -281,7 +278,7 @@ class Elastic:
         """Puts a placement in force, with those first who balance the load."""
         placement = balanced(placement, self.load(placement))
         self._tell_holders(placement)
-        self._placed.placement = placement
+        self._placed.place(placement)
 
     def _tell_holders(self, placement: Placement) -> None:
         """Names the holders of a placement to the client, where they differ from those that were
@@ -299,8 +296,7 @@ class Elastic:
     def _use_threads(self, threads: ThreadPlan) -> None:
         if threads.is_oversubscribed != self._placed.threads.is_oversubscribed:
             self._client.set_spinning(not threads.is_oversubscribed)
-        self._placed.threads = threads
-        self._fleet.use_threads(threads)
+        self._placed.use_threads(threads)
 
     @contextmanager
     def _one_change(self) -> Iterator[None]:

@@ -426,6 +426,18 @@ class Fleet:
             if member.session is not None:
                 member.session.kill()
 
+    def expect(self, member: Holder) -> None:
+        """Counts one that is being added among those who are ended with the fleet."""
+        with self._closing:
+            self.arriving = {**self.arriving, member.name: member}
+
+    def open_replies(self) -> bool:
+        """Has workers that this host started leave the segments of their replies writable from now
+        on. Returns whether they did so before.
+        """
+        before, self.may_open_replies = self.may_open_replies, True
+        return before
+
     def admit(self, member: Holder) -> None:
         """Makes an arriving worker a member. Raises WorkerLost once the fleet is closed."""
         with self._closing:

@@ -314,7 +314,7 @@ class HostFallback:
                     weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
                 )  # fmt: skip
             with self._lock:
-                self._placed.standing_in = {**self._placed.standing_in, name: one.shards}
+                self._placed.stand_in(name, one.shards)
             self._paths.make(member, take)
             one.member = member
         except BaseException:

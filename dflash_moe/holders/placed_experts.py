@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from dflash_moe.config.values import REPLICA
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.holders.fleet import ChannelDecorator, DamageReport, Fleet, LoadingReport
 from dflash_moe.holders.memory_check import check_memory
-from dflash_moe.holders.threads import thread_plan
+from dflash_moe.holders.threads import ThreadPlan, thread_plan
 from dflash_moe.holders.transports import check_paths
 from dflash_moe.placement import plan_placement
 from dflash_moe.placement.fallback import check_fallback
@@ -77,7 +78,7 @@ class PlacedExperts:
             # A preset chooses once all holders have said what they offer.
             check_classes(spec.layers, self.placement, topology, settings.numerics)
             check_fallback(spec.layers, self.placement, topology, settings)
-        self.held = shards_by_holder(spec, self.placement)
+        self.held: Mapping[str, Sequence[HeldShard]] = shards_by_holder(spec, self.placement)
         # The shards of the host's stand-ins by their names; replaced and never changed.
         self.standing_in: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})
         self.threads = thread_plan(topology, settings, self.held)
@@ -180,6 +181,32 @@ class PlacedExperts:
     def host_isa(self) -> str:
         """The kernel set with which this host's processor computes."""
         return _core.parse_isa(self.settings.cpu_isa or _core.best_isa())
+
+    # Whoever changes members does so under a lock of its own, one after the other. The tables are
+    # replaced and never changed, so that others may go through the ones that they found.
+
+    def admit(self, name: str, shards: Sequence[HeldShard], topology: Topology) -> None:
+        """Notes the shards of a worker that `topology` has."""
+        self.held, self.topology = {**self.held, name: shards}, topology
+
+    def part_with(self, name: str) -> None:
+        """Forgets the shards of a worker that was removed."""
+        self.held = {holder: shards for holder, shards in self.held.items() if holder != name}
+        workers = tuple(worker for worker in self.topology.workers if worker.name != name)
+        self.topology = replace(self.topology, workers=workers)
+
+    def stand_in(self, name: str, shards: Sequence[HeldShard]) -> None:
+        """Notes the shards of a stand-in."""
+        self.standing_in = {**self.standing_in, name: shards}
+
+    def place(self, placement: Placement) -> None:
+        """Puts a placement in force that the client knows of."""
+        self.placement = placement
+
+    def use_threads(self, threads: ThreadPlan) -> None:
+        """Plans the threads of workers that are started from now on anew."""
+        self.threads = threads
+        self.fleet.use_threads(threads)
 
     def use(self, settings: Settings) -> None:
         """Puts settings in force that differ from the former ones in mode, slices or wire dtypes
