@@ -54,6 +54,7 @@ EXIT_S = 0.3
 # Tests wrap the host's channel to each worker, by the worker's name, to make it fail, and the audit
 # wraps it to see it.
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
+ChannelWatch = Callable[[Holder, _core.Channel], _core.Channel]
 # Is told of weights that changed in a holder's memory: layer, shard, and why they could not be
 # loaded again. Several threads call it.
 DamageReport = Callable[[Holder, int, int, str], None]
@@ -73,7 +74,7 @@ class Fleet:
 
     def __init__(
         self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, *, decorate: ChannelDecorator | None,
-        watch: ChannelDecorator | None, on_damage: DamageReport, retries_unfit: bool,
+        watch: ChannelWatch | None, on_damage: DamageReport, retries_unfit: bool,
     ) -> None:  # fmt: skip
         """`decorate` wraps all channels, and `watch` after it those to other processes.
         `retries_unfit` is that of membership.RestartPolicy.
@@ -371,7 +372,7 @@ class Fleet:
             channel = self._decorate(member.name, channel)
         if self._watch is not None and member.local is None:
             # Experts in this process are computed by the code that would compute them again.
-            channel = self._watch(member.name, channel)
+            channel = self._watch(member, channel)
         return channel
 
     @property

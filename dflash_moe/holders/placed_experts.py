@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dflash_moe import _core
 from dflash_moe.config.values import REPLICA
 from dflash_moe.errors import ConfigError, UnsupportedError
-from dflash_moe.holders.fleet import ChannelDecorator, DamageReport, Fleet, LoadingReport
+from dflash_moe.holders.fleet import ChannelDecorator, ChannelWatch, DamageReport, Fleet, LoadingReport
 from dflash_moe.holders.memory_check import check_memory
 from dflash_moe.holders.threads import ThreadPlan, thread_plan
 from dflash_moe.holders.transports import check_paths
@@ -55,7 +55,7 @@ class PlacedExperts:
         settings: Settings,
         *,
         channel_decorator: ChannelDecorator | None = None,
-        watch: ChannelDecorator | None = None,
+        watch: ChannelWatch | None = None,
         on_damage: DamageReport = lambda _holder, _layer, _shard, _failure: None,
         retries_unfit: bool = False,
     ) -> None:

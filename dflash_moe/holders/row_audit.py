@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError
@@ -34,6 +34,7 @@ from dflash_moe.telemetry.spaced_log import SpacedLog
 if TYPE_CHECKING:
     from dflash_moe.holders.events import HolderEvents, WeightsDamaged
     from dflash_moe.holders.fleet import Fleet
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.placement.held_shards import HeldShard
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,28 @@ class _Watched:
     num_changes: int = 0
 
 
+class Answerer(NamedTuple):
+    """Who gave an answer: a holder in one of its attempts, so one process."""
+
+    holder: Holder
+    attempt: int
+
+    @staticmethod
+    def now(holder: Holder) -> Answerer:
+        """Returns the process that is a holder now, or is about to join as one."""
+        # The first attempt begins once the holder is adopted, which is after its path was made.
+        return Answerer(holder, max(1, holder.life.attempt))
+
+
+@dataclass(slots=True)
+class _Tapped:
+    tap: _core.Tap
+    by: Answerer
+    # Whether it was outvoted and no other process has taken its place yet. What it goes on to
+    # answer until it is lost would only be outvoted once more.
+    is_out: bool = False
+
+
 class Taps:
     """What the audit sees of the channels to other processes: a tap for each worker, which copies
     exchanges. It is made before the fleet that makes the channels. Any thread may call.
@@ -75,52 +98,53 @@ class Taps:
     def __init__(self) -> None:
         # Rung when there is one more tap, and at the end.
         self.bell = Bell()
-        self._lock = threading.Lock()
-        self._taps: dict[str, _core.Tap] = {}
-        # Those that were outvoted and whose place no other process has taken yet. What they go on
-        # to answer until they are lost could be audited later, and be held against the other
-        # process.
-        self._out: set[str] = set()
+        # The thread that holds it takes it again where it collects a runtime that nobody closed.
+        self._lock = threading.RLock()
+        self._tapped: dict[str, _Tapped] = {}
 
-    def watch(self, name: str, channel: _core.Channel) -> _core.Channel:
-        """Returns what is used instead of a fresh channel to a worker."""
+    def watch(self, holder: Holder, channel: _core.Channel) -> _core.Channel:
+        """Returns what is used instead of a fresh channel to a worker. What another process in its
+        place has answered must not be held against it, so that no copy of that is left.
+        """
+        by = Answerer.now(holder)
         with self._lock:
-            tap = self._taps.get(name)
-            if tap is None:
-                tap = self._taps[name] = _core.Tap()
-                arm(tap, num_skipped=0)
-            elif name in self._out:
-                tap.take()
-            self._out.discard(name)
+            one = self._tapped.get(holder.name)
+            if one is None:
+                one = self._tapped[holder.name] = _Tapped(_core.Tap(), by)
+                arm(one.tap, num_skipped=0)
+            elif one.by != by:
+                one.tap.take()
+                one.by, one.is_out = by, False
         self.bell.ring()
-        return _core.make_tapped(channel, tap)
+        return _core.make_tapped(channel, one.tap)
 
     def everybody(self) -> list[tuple[str, _core.Tap]]:
         """Returns all taps by their workers' names."""
         with self._lock:
-            return list(self._taps.items())
+            return [(name, one.tap) for name, one in self._tapped.items()]
 
-    def copies(self, name: str, tap: _core.Tap) -> list[tuple[bytes, bytes]]:
-        """Takes the copied requests and replies of a worker, none of one that is out."""
-        with self._lock:
-            copied = tap.take()
-            return [] if name in self._out else copied
-
-    def take_out(self, name: str) -> None:
-        """Drops what a worker has answered, and what it answers until another process takes its
-        place.
+    def copies(self, name: str) -> tuple[Answerer, list[tuple[bytes, bytes]]]:
+        """Takes the copied requests and replies of a worker, none of one that is out, and returns
+        who answered them.
         """
         with self._lock:
-            self._out.add(name)
-            tap = self._taps.get(name)
-            if tap is not None:
-                tap.take()
-                arm(tap, num_skipped=0)
+            one = self._tapped[name]
+            copied = one.tap.take()
+            return one.by, [] if one.is_out else copied
+
+    def take_out(self, by: Answerer) -> None:
+        """Drops what a process has answered, and what it answers until another takes its place."""
+        with self._lock:
+            one = self._tapped.get(by.holder.name)
+            if one is not None and one.by == by:
+                one.is_out = True
+                one.tap.take()
+                arm(one.tap, num_skipped=0)
 
     def close(self) -> None:
         """Lets the taps go, whose channels go with the client, and closes the bell."""
         with self._lock:
-            self._taps.clear()
+            self._tapped.clear()
         self.bell.close()
 
 
@@ -150,7 +174,7 @@ class Audit:
         self._twin = HostTwin(path, isa)
         self._third = HostTwin(path, REFERENCE)
         self._watched: dict[str, _Watched] = {}
-        self._rows: deque[tuple[str, ExchangedRow]] = deque()
+        self._rows: deque[tuple[Answerer, ExchangedRow]] = deque()
         self._num_host_mismatches = 0
         self._num_undecided = 0
         self._failure = ""
@@ -277,10 +301,11 @@ class Audit:
                 self._take(name, tap)
 
     def _take(self, name: str, tap: _core.Tap) -> None:
-        for request, reply in self._taps.copies(name, tap):
+        by, copied = self._taps.copies(name)
+        for request, reply in copied:
             first = self._rng.randrange(1 << 16)
             with self._dropping(name):
-                self._rows.extend((name, row) for row in self._rows_of(request, reply, first))
+                self._rows.extend((by, row) for row in self._rows_of(request, reply, first))
         # A worker that dies, or an attempt that another one has overtaken, never answers some of
         # what was sent. So what was sent counts, and not what came back.
         if tap.is_spent:
@@ -294,14 +319,16 @@ class Audit:
         with suppress(IndexError):
             golden = self._fleet.shards.golden.unproven.popleft()
             with self._dropping(golden.holder):
-                self._audit(golden.holder, golden.held, golden.question, golden.reply)
+                member = self._fleet.members.get(golden.holder)
+                if member is not None:  # else it was removed meanwhile
+                    self._audit(Answerer.now(member), golden.held, golden.question, golden.reply)
             return True
         with suppress(IndexError):
-            name, row = self._rows.popleft()
-            with self._dropping(name):
-                held = self._shard_of(name, row.layer, row.shard)
+            by, row = self._rows.popleft()
+            with self._dropping(by.holder.name):
+                held = self._shard_of(by.holder.name, row.layer, row.shard)
                 if held is not None:
-                    self._audit(name, held, row.question, row.answer)
+                    self._audit(by, held, row.question, row.answer)
             return True
         return False
 
@@ -321,7 +348,8 @@ class Audit:
 
     # -- the verdict -------------------------------------------------------------------------------
 
-    def _audit(self, name: str, held: HeldShard, question: RowQuestion, answer: bytes) -> None:
+    def _audit(self, by: Answerer, held: HeldShard, question: RowQuestion, answer: bytes) -> None:
+        name = by.holder.name
         with self._lock:
             one = self._of(name)
         second = self._second_opinion(name, held, question)
@@ -360,11 +388,9 @@ class Audit:
         since = "it joined" if one.last_good is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_good))
         reason = f"outvoted: {where}: {difference(held, question, answer, second)}, as this host and the reference compute it"
         log.error("audit: worker %s is %s; its answers since %s may be wrong", name, reason, since)
-        self._taps.take_out(name)
-        self._rows = deque(row for row in self._rows if row[0] != name)
-        member = self._fleet.members.get(name)
-        if member is not None:  # else it was removed meanwhile
-            self._events.happen(member, Happening.OUTVOTED, reason)
+        self._taps.take_out(by)
+        self._rows = deque(row for row in self._rows if row[0] != by)
+        self._events.happen(by.holder, Happening.OUTVOTED, reason, attempt=by.attempt)
 
     def _doubt_of_files(self) -> str:
         """Says why this host's files may be others than workers have loaded, empty where not."""

@@ -24,7 +24,7 @@ from dflash_moe.holders.audit.row_questions import RowQuestion, drawn_rows
 from dflash_moe.holders.events import HolderEvents, LifeEvent, WeightsDamaged
 from dflash_moe.holders.membership import Happening
 from dflash_moe.holders.owner import Owner
-from dflash_moe.holders.row_audit import DAY_S, Audit, Taps
+from dflash_moe.holders.row_audit import DAY_S, Answerer, Audit, Taps, _Tapped
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.placement import plan_placement
@@ -85,6 +85,11 @@ class Scene:
         events = [happened for happened in self.events.take() if isinstance(happened, LifeEvent)]
         assert all((one.event.what, one.event.attempt) == (Happening.OUTVOTED, 1) for one in events)
         return [(one.holder.name, one.event.reason, one.event.is_last) for one in events]
+
+    def tap(self, tap: Mock) -> Mock:
+        """Has w0 answer through this tap."""
+        self.taps._tapped["w0"] = _Tapped(tap, Answerer.now(self.fleet.members["w0"]))
+        return tap
 
     def damage(self, failure: str = "") -> None:
         self.audit.note_damage(WeightsDamaged(self.fleet.members["w0"], 1, 1, 2, failure))
@@ -194,6 +199,7 @@ def test_an_exchange_that_cannot_be_read_is_left_out_and_the_burst_after_it_is_a
     tap.take.return_value = [(b"", b""), (b"", b"")]
     rows = Mock(side_effect=[ValueError("no such exchange"), iter([Mock()])])
     monkeypatch.setattr(scene.audit, "_rows_of", rows)
+    scene.tap(tap)
     scene.audit._take("w0", tap)
     assert len(scene.audit._rows) == 1
     tap.arm.assert_called_once()
@@ -204,17 +210,37 @@ def test_what_a_worker_answered_before_it_was_lost_is_not_held_against_who_takes
 ) -> None:
     monkeypatch.setattr(_core, "make_tapped", lambda channel, _tap: channel)
     monkeypatch.setattr(scene.audit, "_rows_of", lambda request, _reply, _first: [request])
-    tap = scene.taps._taps["w0"] = Mock(is_spent=False)
+    w0 = scene.fleet.members["w0"]
+    tap = scene.tap(Mock(is_spent=False))
+    tap.take.return_value = [("answered before", b"")]
+    scene.audit._take("w0", tap)
+    assert list(scene.audit._rows) == [((w0, 1), "answered before")]
+    scene.audit._rows.clear()
     scene.judge(scene.wrong)
     tap.take.return_value = [("answered since then", b"")]
     scene.audit._take("w0", tap)
     assert not scene.audit._rows
     num_taken = tap.take.call_count
-    scene.taps.watch("w0", Mock())
+    scene.taps.watch(w0, Mock())  # another path of the same process
+    assert tap.take.call_count == num_taken
+    w0.life.attempt = 2
+    scene.taps.watch(w0, Mock())
     assert tap.take.call_count == num_taken + 1
     tap.take.return_value = [("answered by the other", b"")]
     scene.audit._take("w0", tap)
-    assert list(scene.audit._rows) == [("w0", "answered by the other")]
+    assert list(scene.audit._rows) == [((w0, 2), "answered by the other")]
+
+
+def test_a_row_of_a_process_that_is_gone_is_held_against_it_and_not_against_who_took_its_place(scene: Scene) -> None:
+    w0 = scene.fleet.members["w0"]
+    w0.life.attempt = 2
+    tap = scene.tap(Mock(is_spent=False))
+    row = SimpleNamespace(layer=scene.held.layer.index, shard=scene.held.shard_id, question=scene.question, answer=scene.wrong)
+    scene.audit._rows.append((Answerer(w0, 1), row))
+    assert scene.audit._audit_next()
+    (event,) = [happened.event for happened in scene.events.take() if isinstance(happened, LifeEvent)]
+    assert (event.what, event.attempt) == (Happening.OUTVOTED, 1)
+    assert not tap.take.called
 
 
 def test_a_thread_that_cannot_wait_says_so_and_tries_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
