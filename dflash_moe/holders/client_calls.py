@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -87,9 +88,7 @@ class ClientCalls:
                 self._fallback.miss(notice.holder.name)
         elif isinstance(notice, StandInsChanged):
             with self._lock:
-                for member in self._fleet.members.values():
-                    if member.session is not None:
-                        self._tell(member)
+                self._tell([member for member in self._fleet.members.values() if member.session is not None])
 
     def tell(self, member: Holder) -> None:
         """Says whether calls that need the worker shall wait for it, and whether it gets those that
@@ -97,14 +96,16 @@ class ClientCalls:
         """
         with self._lock:
             tell_people(member)
-            self._tell(member)
+            self._tell([member])
 
-    def _tell(self, member: Holder) -> None:
-        name, index, life = member.name, member.client_index, member.life
+    def _tell(self, members: Sequence[Holder]) -> None:
+        coming, able = self._fallback.prospects()
         with suppress(DflashError):  # the runtime was closed meanwhile
-            self._client.set_remedy(index, life.is_coming or self._fallback.is_coming(name))
-            self._client.set_stand_in(index, self._fallback.may_stand_in(name))
-            self._client.set_draining(index, life.state is State.DRAINING)
+            for member in members:
+                index, life = member.client_index, member.life
+                self._client.set_remedy(index, life.is_coming or member.name in coming)
+                self._client.set_stand_in(index, member.name in able)
+                self._client.set_draining(index, life.state is State.DRAINING)
 
     def descriptor(self) -> int:
         """Returns the descriptor of the client's events."""

@@ -185,23 +185,19 @@ class HostFallback:
             for held in one.shards:
                 self._holders.set_last_resort(_where(held), None)
 
-    def is_coming(self, worker: str) -> bool:
-        """Whether a stand-in is being made for shards that a worker holds, so that calls shall wait
-        for it.
+    def prospects(self) -> tuple[set[str], set[str]]:
+        """Returns the workers with shards for which a stand-in is being made, so that calls shall
+        wait for it, and those with shards that have one, or would get one if they were missed.
         """
         with self._lock:
-            making = [one for one in self._stand_ins.values() if one.is_being_made]
-        holders_of = self._holders_of() if making else {}
-        return any(worker in holders_of[_where(held)] for one in making for held in one.shards)
+            making = [held for one in self._stand_ins.values() if one.is_being_made for held in one.shards]
+            able = [held for one in self._stand_ins.values() if not one.failure and not self.reason for held in one.shards]
+        holders_of = self._holders_of() if making or able else {}
 
-    def may_stand_in(self, worker: str) -> bool:
-        """Whether shards that a worker holds have a stand-in, or would get one if it was missed."""
-        if self.reason:
-            return False
-        with self._lock:
-            able = [held for one in self._stand_ins.values() if not one.failure for held in one.shards]
-        holders_of = self._holders_of() if able else {}
-        return any(worker in holders_of[_where(held)] for held in able)
+        def holders(shards: list[HeldShard]) -> set[str]:
+            return {name for held in shards for name in holders_of[_where(held)]}
+
+        return holders(making), holders(able)
 
     def _holders_of(self) -> Mapping[Where, tuple[str, ...]]:
         """Returns the workers that hold each shard now; some may have been added or removed."""

@@ -210,12 +210,14 @@ class Audit:
         `failure` says what keeps rows of all workers from being computed again, empty where nothing
         does.
         """
+        with self._lock:
+            watched = {**{name: _Watched() for name, _ in self._taps.everybody()}, **self._watched}
         workers = {
             name: {
                 "audited_rows": one.audited_rows, "mismatches": one.mismatches, "weights_changed": one.num_changes,
                 "last_good": one.last_good, "skipped": one.skipped,
             }
-            for name, one in list(self._watched.items())
+            for name, one in watched.items()
         }  # fmt: skip
         return {
             "audited_rows": sum(one["audited_rows"] for one in workers.values()),

@@ -107,6 +107,7 @@ class WorkerKeeper:
             if member.session is not None:
                 self._adopt(member)
         self._thread.start()
+        self._events.bell.ring()  # for what was put before it could be heard
 
     def adopt(self, member: Holder) -> None:
         """Takes one more worker over, likewise. Raises WorkerLost where the runtime was closed."""
@@ -257,6 +258,7 @@ class WorkerKeeper:
                     return
                 log.exception("the keeper of workers failed, and goes on")
                 self._is_over.wait(HANG_UP_EVERY_S)
+                self._events.bell.ring()  # for what waits behind the event that failed
 
     def _sleep(self) -> None:
         """Sleeps until something happens. Processes that ended become losses here."""

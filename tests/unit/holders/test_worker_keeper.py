@@ -82,6 +82,7 @@ class Pretended:
 
     def note(self, notice: Notice) -> None:
         self.notices.append(notice)
+        self.step("note")
 
     def descriptor(self) -> int:
         return -1
@@ -304,6 +305,20 @@ def test_what_is_nothing_for_a_life_goes_to_those_who_call(keep: Keep) -> None:
     pretended.events.note(late)
     until = time.monotonic() + SOON_S
     while pretended.notices != [late]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_what_waits_behind_an_event_that_fails_is_taken_all_the_same(keep: Keep) -> None:
+    pretended = Pretended()
+    pretended.failures.append(("note", RuntimeError("of another world")))
+    late = PathLate(pretended.member)
+    pretended.events.note(late)
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")  # which has no attempt yet
+    pretended.events.note(late)
+    keep(pretended)
+    until = time.monotonic() + SOON_S
+    while pretended.notices != [late, late]:
         assert time.monotonic() < until
         time.sleep(0.001)
 
