@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.holders.fleet import Fleet
     from dflash_moe.holders.holder import Holder
-    from dflash_moe.holders.session import HostSession
     from dflash_moe.protocol.schema import Message
 
 # The program makes its end of a data path within this time, which maps and zeroes memory.
@@ -63,13 +62,6 @@ class HandedWorker:
         """The worker's name in the topology."""
         return self.holder.name
 
-    @property
-    def session(self) -> HostSession:
-        """The session under way."""
-        if self.holder.session is None:
-            raise ProtocolError(f"worker {self.name} has no session")
-        return self.holder.session
-
     def give_up_offer(self) -> None:
         """Ends a wait for an offer that will not come."""
         self._offers.put(None)
@@ -106,7 +98,7 @@ class HandedWorker:
             if (late := self._offers.get_nowait()) is not None:
                 held.hold(late[1])
         generation = self._generation = fleet.next_generation()
-        session = self.session
+        session = self.holder.require_session()
         wish = session.wish(self._slots, self.holder.transport, generation)
         terms = PathTerms(
             worker=self.index, generation=generation, transport=wish.transport, num_slots=wish.num_slots,

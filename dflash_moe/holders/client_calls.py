@@ -88,7 +88,7 @@ class ClientCalls:
                 self._fallback.miss(notice.holder.name)
         elif isinstance(notice, StandInsChanged):
             with self._lock:
-                self._tell([member for member in self._fleet.members.values() if member.session is not None])
+                self._tell([member for member in self._fleet.members.values() if member.life.state is not State.GONE])
 
     def tell(self, member: Holder) -> None:
         """Says whether calls that need the worker shall wait for it, and whether it gets those that
