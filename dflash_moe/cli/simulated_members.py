@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from dflash_moe.holders.membership import Event, Happening, Member, RestartPolicy
+from dflash_moe.holders.membership import Event, Happening, Life, RestartPolicy
 
 
 class SimulatedMembers:
@@ -21,7 +21,7 @@ class SimulatedMembers:
 
     def __init__(self, seed: int, are_started_by_host: Sequence[bool], backoff_s: tuple[float, float]) -> None:
         rng, policy = random.Random(seed), RestartPolicy(backoff_s)
-        self._members = [Member(f"w{i}", policy, rng, is_ours) for i, is_ours in enumerate(are_started_by_host)]
+        self._members = [Life(f"w{i}", policy, rng, is_ours) for i, is_ours in enumerate(are_started_by_host)]
 
     def __call__(
         self, worker: int, what: str, attempt: int, reason: str, is_death: bool, now: float

@@ -282,7 +282,7 @@ class DeviceSteps:
             )  # fmt: skip
             return self._step
         except UnsupportedError as error:
-            is_last_try, self._fleet.may_open_replies = self._fleet.may_open_replies, True
+            is_last_try = self._fleet.open_replies()
             self._client.end_step(None)
             if is_last_try:
                 self._refusal = error

@@ -9,48 +9,33 @@ from __future__ import annotations
 import errno
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
-from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError, WorkerLost
-from dflash_moe.experts import observe
-from dflash_moe.experts.auto import WorkerForecast, log_explanation, mode_reason, worker_forecasts
-from dflash_moe.experts.device_step import NAP_NS, DeviceStep, DeviceSteps
-from dflash_moe.experts.device_tensors import DeviceTensors
+from dflash_moe.errors import ConfigError, DflashError, WorkerError
+from dflash_moe.experts.device_step import DeviceStep
 from dflash_moe.experts.expert_call import BoundExperts, ExpertCall
-from dflash_moe.experts.layer_table import LayerTable
 from dflash_moe.experts.observe import WorkerProcess
-from dflash_moe.experts.readiness import unready_reason
 from dflash_moe.experts.runtime_parts import RuntimeParts
-from dflash_moe.experts.step_replay import StepReplay
-from dflash_moe.experts.tensors import HostTensors
-from dflash_moe.holders.audit.contents import ContentsReport, compare_with_own_copy, held_checksums
+from dflash_moe.holders.audit.contents import ContentsReport
 from dflash_moe.holders.fleet import ChannelDecorator, LoadingReport
-from dflash_moe.holders.kept_worker import WorkerState
-from dflash_moe.holders.placed_experts import PlacedExperts, slices_of
+from dflash_moe.holders.holder import WorkerState
 from dflash_moe.holders.transports import check_paths
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement
-from dflash_moe.placement.numerics import describe_numerics
-from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.failures import system_failure
-from dflash_moe.protocol.identity import choose_numerics
-from dflash_moe.topology import HOST, Topology, WorkerSpec
-from dflash_moe.topology.numerics import DEFAULT_NUMERICS
+from dflash_moe.topology import Topology, WorkerSpec
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 CLOSED = "this ExpertRuntime is closed; start another"
-# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/engine.h).
-MAX_PATIENCE = 20
 
 
 class ExpertRuntime:
@@ -60,26 +45,12 @@ class ExpertRuntime:
     Calls raise ConfigError (arguments), WorkerLost, WorkerTimeout, WorkerError and ProtocolError.
     """
 
-    def __init__(self, placed: PlacedExperts, *, overrides: dict[str, Any]) -> None:
-        """Builds the parts without starting anything; `ExpertRuntime.start` is what callers use."""
-        self._placed = placed
-        self._overrides = overrides
-        self._fleet = placed.fleet
-        self._parts = parts = RuntimeParts(placed)
-        self._client, self._keeper, self._workers = parts.client, parts.paths, parts.workers
-        self._elastic, self._fallback, self._audit = parts.elastic, parts.fallback, parts.audit
+    def __init__(self, parts: RuntimeParts) -> None:
+        """Takes parts of which nothing is started; `ExpertRuntime.start` is what callers use."""
+        self._parts = parts
+        self._placed, self._fleet, self._client = parts.placed, parts.placed.fleet, parts.client
+        self._calls = parts.calls
         self._finalizer = weakref.finalize(self, parts.end)
-        self._table = LayerTable(placed.spec.layers)
-        host = DeviceChoice.of_host(placed.topology.host)
-        self._device = None if host.is_processor else DeviceTensors(host)
-        self._tensors = HostTensors() if self._device is None else self._device
-        # Only a host whose device is no processor has device steps.
-        self._steps: DeviceSteps | None = None
-        self._replay: StepReplay | None = None
-        self._last_stats: dict[str, Any] = {}
-        # These are the forecasts from when mode auto was last in force, for the log at the end.
-        self._last_auto: tuple[WorkerForecast, ...] = ()
-        self._is_open = False
 
     @classmethod
     def start(
@@ -104,10 +75,11 @@ class ExpertRuntime:
         log.info("%s", on_worker_loss(settings))
         check_paths(topology, settings)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
-        placed = PlacedExperts(spec, topology, settings, channel_decorator=_channel_decorator)
-        runtime = cls(placed, overrides=overrides)
+        parts = RuntimeParts(spec, topology, settings, overrides, channel_decorator=_channel_decorator)
+        runtime = cls(parts)
         try:
-            runtime._open(on_loading)
+            parts.open(on_loading)
+            parts.run()
         except BaseException as error:
             runtime.close()
             if isinstance(error, RuntimeError) and "thread" in str(error):
@@ -117,24 +89,10 @@ class ExpertRuntime:
             raise
         return runtime
 
-    def _open(self, on_loading: LoadingReport | None) -> None:
-        if self._device is not None:
-            log.info("host.device: %s", self._device.device.name)
-        layers = self._parts.open(on_loading)
-        if self._device is not None:
-            self._steps = DeviceSteps(
-                self._client, self._device, self._fleet, self._table, layers=layers,
-                nap_ns=0 if self._placed.threads.spin_ns else NAP_NS,
-                timeout_s=lambda: self.settings.call_timeout_s, patience_s=lambda: self.call_limit_s,
-            )  # fmt: skip
-            self._replay = StepReplay(self._steps, lambda: self.settings.call_timeout_s)
-        self._parts.run()
-        self._is_open = True
-
     @property
     def call_limit_s(self) -> float:
         """The seconds after which every call has ended, in one way or another."""
-        return MAX_PATIENCE * self.settings.call_timeout_s + 1.0
+        return self._calls.limit_s
 
     @property
     def has_remote_experts(self) -> bool:
@@ -158,12 +116,7 @@ class ExpertRuntime:
         host.activations, and where nobody stated those, the workers' if this processor computes it,
         else the default. Raises UnsupportedError for one that was stated and is not computed here.
         """
-        try:
-            return choose_numerics(self._placed.topology.numerics_of(HOST), self.host_pool.isa, name=HOST)[0]
-        except UnsupportedError:
-            if self._placed.topology.host.activations is not None:
-                raise
-            return DEFAULT_NUMERICS
+        return self._placed.host_numerics
 
     def host_numerics_of(self, weight_format: str) -> str:
         """The class of the host's own matrices that are kept in this format, which a preset may
@@ -201,7 +154,7 @@ class ExpertRuntime:
         """The device, as torch writes it, on which a model for this runtime should lie: cpu, also
         for a simulated card, or cuda:N, also for HIP.
         """
-        choice = DeviceChoice.of_host(self._placed.topology.host)
+        choice = self._placed.host_device
         return f"cuda:{choice.device}" if choice.has_own_memory else "cpu"
 
     @property
@@ -209,14 +162,13 @@ class ExpertRuntime:
         """The device of attention and router, as the topology writes it: cpu, cuda:N, hip:N or
         sim:N.
         """
-        choice = DeviceChoice.of_host(self._placed.topology.host)
-        return choice.backend if choice.is_processor else f"{choice.backend}:{choice.device}"
+        return self._placed.host_device.name
 
     def layer_index(self, layer: int | str) -> int:
         """Returns the index of a layer that is given by index or module name. Raises ConfigError
         for a dense or unknown layer.
         """
-        return self._table.of(layer).layer
+        return self._calls.table.of(layer).layer
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
         """Returns the routed experts' weighted sum for every row, [num_tokens, out_size], of the
@@ -229,17 +181,7 @@ class ExpertRuntime:
         receives the result; it is contiguous and has the result's shape and dtype. The call blocks
         without the GIL. Errors are those of the class.
         """
-        if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
-            return step.experts(layer, hidden_states, topk_ids, topk_weights, out)
-        shape = self._table.of(layer)
-        result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
-        try:
-            self._client.run(shape.layer, batch)
-        except WorkerError as error:
-            raise self._explained(error) from None
-        if deliver is not None:
-            deliver()
-        return result
+        return self._calls.experts(layer, hidden_states, topk_ids, topk_weights, out, self._explained)
 
     def bind(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundExperts:
         """Returns a call of `experts` that reads and writes these tensors each time that it is run.
@@ -247,11 +189,7 @@ class ExpertRuntime:
         use the same tensors again. Errors for arguments that do not fit are those of `experts`;
         UnsupportedError where the host's device is no processor.
         """
-        if self._device is not None:
-            raise UnsupportedError("bind: the host's device is no processor; call experts()")
-        shape = self._table.of(layer)
-        _, batch, _ = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
-        return BoundExperts(self._client, shape.layer, batch, self._explained)
+        return self._calls.bind(layer, hidden_states, topk_ids, topk_weights, out, self._explained)
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
         """Starts the call that `experts` would make and returns at once. The `ExpertCall` keeps the
@@ -259,13 +197,7 @@ class ExpertRuntime:
         WorkerLost for a worker that is lost already, may be raised here; `ExpertCall.result` raises
         all other errors.
         """
-        shape = self._table.of(layer)
-        result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
-        try:
-            call = _core.Call(self._client, shape.layer, batch)
-        except WorkerError as error:
-            raise self._explained(error) from None
-        return ExpertCall(layer, call, result, self._explained, deliver)
+        return self._calls.submit(layer, hidden_states, topk_ids, topk_weights, out, self._explained)
 
     def device_step(self, *, stream: int | None = None) -> AbstractContextManager[DeviceStep]:
         """Opens a `with` block in which the host's device makes the exchanges of expert calls by
@@ -278,10 +210,8 @@ class ExpertRuntime:
         the caller's framework works on; torch's current stream is found without it. Errors:
         ConfigError, UnsupportedError with the reason, WorkerTimeout, WorkerLost.
         """
-        if self._steps is None:
-            self._require_open()
-            raise ConfigError("device_step: host.device is cpu; steps run on a GPU host's device")
-        return self._steps.open(stream)
+        self._require_open()
+        return self._calls.device_step(stream)
 
     def run_step(
         self, work: Callable[[], Result], *, undo: Callable[[], None] = lambda: None, stream: int | None = None
@@ -295,10 +225,8 @@ class ExpertRuntime:
         are the same, and the next step is the device's again, with the holders that there are by
         then. Errors: those of `experts`, and what `work` raises itself.
         """
-        if self._replay is None:
-            self._require_open()
-            return work()
-        return self._replay.run(work, undo, stream)
+        self._require_open()
+        return self._calls.run_step(work, undo, stream)
 
     def set_mode(
         self,
@@ -323,45 +251,7 @@ class ExpertRuntime:
             "mode": mode, "stream_tokens": stream_tokens, "batch_capacity": batch_capacity, "dtype": dtype,
             "reply_dtype": reply_dtype,
         }  # fmt: skip
-        overrides = {**self._overrides, **{key: value for key, value in wanted.items() if value is not None}}
-        settings = resolve_settings(self._placed.topology.stated_settings, **overrides)
-        slices_of(settings)  # refuses what does not fit before any call is held up
-        if self._steps is not None and self._steps.of_this_thread() is not None:
-            raise ConfigError("set_mode: this thread is in a device step; leave it first")
-        with self._between_calls():
-            self._note_auto()
-            self._keeper.change(settings)
-            self._overrides = overrides
-
-    @contextmanager
-    def _between_calls(self) -> Iterator[None]:
-        """Opens a block in which no call is under way. New calls wait for its end, each under its
-        own deadline. Raises WorkerTimeout where the calls under way do not end in time.
-        """
-        self._client.hold(self.call_limit_s)
-        try:
-            yield
-        finally:
-            self._client.resume()
-
-    def _note_auto(self) -> None:
-        forecasts = worker_forecasts(self._client.forecasts())
-        if any(chunk.is_auto for forecast in forecasts for chunk in forecast.chunks):
-            self._last_auto = forecasts
-
-    def _explained(self, error: WorkerError) -> DflashError:
-        """Returns an error of the client with what else the runtime knows. Where the runtime was
-        closed meanwhile, the error says so instead, because nothing is wrong with the worker.
-        """
-        if not self._finalizer.alive:
-            text = f"the runtime was closed before this call was done; take results before close() ({error})"
-            return DflashError(text, **{**error.fields(), "code": "closed"})
-        if isinstance(error, WorkerLost):
-            self._workers.ring()
-        return observe.explain_loss(error, self._fleet, self._remedy_of)
-
-    def _remedy_of(self, worker: str) -> str:
-        return f"{self._workers.remedy_of(worker)}{self._fallback.why_not(worker)}"
+        self._parts.modes.switch(wanted)
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters since start: `calls`, `rows`, `pairs`, `request_bytes`,
@@ -373,27 +263,7 @@ class ExpertRuntime:
         `numerics` what computes in which class. The mode in use and its reason are there too. After
         `close()` the last values are returned.
         """
-        if not self._finalizer.alive:
-            return self._last_stats
-        counted = observe.count_calls(self._client, self._fleet, [layer.index for layer in self.spec.layers])
-        forecasts = worker_forecasts(self._client.forecasts())
-        slices = self._placed.slices
-        return {
-            **counted["totals"],
-            **counted,
-            "fallback": self._fallback.describe(counted["workers"]),
-            "mode": slices.mode,
-            "mode_asked": self.settings.mode,
-            "mode_reason": mode_reason(forecasts) if slices.is_measured else "as asked",
-            "auto": {forecast.name: asdict(forecast) for forecast in forecasts},
-            "slice_tokens": slices.slice_tokens,
-            "window": slices.window,
-            "wire_dtypes": self.wire_dtypes,
-            "numerics": describe_numerics(self.spec.layers, self.placement, self.settings.numerics),
-            "audit": self._audit.stats(),
-            "transports": {member.name: member.transport for member in self._fleet.members.values()},
-            **({} if self._replay is None else {"device_steps": self._replay.counts()}),
-        }
+        return self._parts.report.stats()
 
     def worker_stats(self) -> dict[str, dict[str, int]]:
         """Asks every worker over its control connection for its own counters (calls, rows, bytes,
@@ -401,14 +271,14 @@ class ExpertRuntime:
         WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
-        return observe.ask_workers(self._fleet)
+        return self._parts.report.worker_stats()
 
     def workers(self) -> list[WorkerState]:
         """Returns how every holder of experts stands: ready, or lost and why, how often it died,
         and when it is tried again. Raises DflashError in a forked child.
         """
         self._require_open()
-        return self._workers.states()
+        return self._parts.workers.states()
 
     def unready_reason(self) -> str:
         """Returns why a call would not be computed now: a sentence that names the workers which are
@@ -416,17 +286,14 @@ class ExpertRuntime:
         holder that can be asked. Raises DflashError in a forked child.
         """
         self._require_open()
-        return unready_reason(
-            self._parts.holders.everybody(), self._client.workers(),
-            layer_names={layer.index: layer.name for layer in self.layers}, remedy_of=self._remedy_of,
-        )  # fmt: skip
+        return self._parts.report.unready_reason()
 
     def release(self, name: str) -> None:
         """Starts or dials a worker again that was left alone because it died too often or would not
         do. Raises ConfigError for a worker that is not quarantined, DflashError in a forked child.
         """
         self._require_open()
-        self._workers.release(name)
+        self._parts.workers.release(name)
 
     def add_worker(self, spec: WorkerSpec | Mapping[str, Any] | str) -> None:
         """Adds a worker while calls go on: a WorkerSpec, a mapping with the keys of one worker of a
@@ -443,7 +310,7 @@ class ExpertRuntime:
         WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
-        self._elastic.add(spec)
+        self._parts.elastic.add(spec)
 
     def remove_worker(self, name: str, drain_s: float = 30.0, *, force: bool = False) -> None:
         """Removes a worker while calls go on. It gets no new rows that another holder can have, and
@@ -457,7 +324,7 @@ class ExpertRuntime:
         them. Other errors: UnsupportedError, WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
-        self._elastic.remove(name, drain_s, force=force)
+        self._parts.elastic.remove(name, drain_s, force=force)
 
     def restart_worker(self, name: str, drain_s: float = 30.0, *, force: bool = False) -> None:
         """Ends a worker that the host started as `remove_worker` does, and starts it anew with what
@@ -471,7 +338,7 @@ class ExpertRuntime:
         any worker that died. Other errors: WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
-        self._elastic.restart(name, drain_s, force=force)
+        self._parts.elastic.restart(name, drain_s, force=force)
 
     def worker_processes(self) -> list[WorkerProcess]:
         """Returns one entry for every holder of experts. Holders inside this process report this
@@ -479,7 +346,7 @@ class ExpertRuntime:
         ConfigError once the runtime is closed.
         """
         self._require_open()
-        return observe.list_processes(self._fleet, self._placed.held)
+        return self._parts.report.worker_processes()
 
     def check_weights(self, report: ContentsReport = lambda _layer, _count, _total: None) -> int:
         """Compares the content checksums of the weights that every holder has loaded with those of
@@ -491,14 +358,7 @@ class ExpertRuntime:
         WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
-        self._fleet.owner.require_here()
-        return compare_with_own_copy(
-            self._fleet.shards.ask_checksum,
-            self._placed.held,
-            Path(self.spec.path),
-            timeout_s=self.settings.start_timeout_s,
-            report=report,
-        )
+        return self._parts.report.check_weights(report)
 
     def content_checksums(self) -> tuple[tuple[int, ...], ...]:
         """Returns the content checksum of every shard as its holder has it, by layer and shard. It
@@ -506,10 +366,7 @@ class ExpertRuntime:
         for the first.
         """
         self._require_open()
-        self._fleet.owner.require_here()
-        return held_checksums(
-            self._fleet.shards.ask_checksum, self._placed.held, self.spec.layers, timeout_s=self.settings.start_timeout_s
-        )
+        return self._parts.report.content_checksums()
 
     def architecture_of(self, holder: str) -> str:
         """Returns what a holder of experts computes with: the kernel set of its processor, or the
@@ -524,6 +381,9 @@ class ExpertRuntime:
         """
         return self._client.take_traces()
 
+    def _explained(self, error: WorkerError) -> DflashError:
+        return self._parts.report.explained(error)
+
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise ConfigError(CLOSED)
@@ -532,17 +392,9 @@ class ExpertRuntime:
         """Ends all workers, within about a second. It never raises because a worker is already
         gone, and may be called again.
         """
-        if not self._finalizer.alive:
-            return
-        if self._is_open:
-            # A forked child owns neither workers nor counters, and the client refuses it.
-            with suppress(DflashError):
-                self._last_stats = self.stats()
-                self._note_auto()
-                log_explanation(self._last_auto)
-        # The device must let go of the data paths' memory before these are closed.
-        self._steps = self._replay = None
-        self._finalizer()
+        if self._finalizer.alive:
+            self._parts.note_end()
+            self._finalizer()
 
     def __enter__(self) -> ExpertRuntime:
         self._require_open()

@@ -6,39 +6,67 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe import _core
 from dflash_moe.config.remedies import host_grace_ms
+from dflash_moe.errors import DflashError
 from dflash_moe.experts.auto import cost_classes
+from dflash_moe.experts.expert_calls import ExpertCalls
+from dflash_moe.experts.mode_switch import ModeSwitch
+from dflash_moe.experts.observe import RuntimeReport
 from dflash_moe.holders.client_calls import ClientCalls
 from dflash_moe.holders.control import ControlSocket, WorkerOrders
 from dflash_moe.holders.elastic import Elastic
+from dflash_moe.holders.events import HolderEvents
 from dflash_moe.holders.holder_lists import HolderLists
 from dflash_moe.holders.host_fallback import HostFallback
 from dflash_moe.holders.path_keeper import PathKeeper
-from dflash_moe.holders.row_audit import Audit
-from dflash_moe.holders.worker_keeper import WorkerKeeper, restart_policy
+from dflash_moe.holders.placed_experts import PlacedExperts
+from dflash_moe.holders.row_audit import Audit, Taps
+from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.placement.held_shards import holders_by_shard
 
 if TYPE_CHECKING:
-    from dflash_moe.holders.fleet import LayerShards, LoadingReport
-    from dflash_moe.holders.placed_experts import PlacedExperts
+    from dflash_moe.config import Settings
+    from dflash_moe.holders.fleet import ChannelDecorator, LoadingReport
+    from dflash_moe.model.spec import ModelSpec
+    from dflash_moe.topology import Topology
+
+log = logging.getLogger(__name__)
 
 
 class RuntimeParts:
-    """The parts of one runtime, which none of them knows. `open`, `run` and `end` are called in
-    this order, `end` whatever became of the others.
+    """The parts of one runtime, which none of them knows. Each is made after those that it calls;
+    what the others have to hear of it goes through the events. `open`, `run` and `end` are called
+    in this order, `end` whatever became of the others.
     """
 
-    def __init__(self, placed: PlacedExperts) -> None:
-        """Builds the parts without starting anything."""
-        self._placed, self._fleet = placed, placed.fleet
-        settings = placed.settings
+    def __init__(
+        self, spec: ModelSpec, topology: Topology, settings: Settings, overrides: Mapping[str, Any], *,
+        channel_decorator: ChannelDecorator | None = None,
+    ) -> None:  # fmt: skip
+        """Builds the parts without starting anything. `settings` have the `overrides` of
+        `ExpertRuntime.start`. Errors are those of PlacedExperts, and DflashError where this process
+        is out of descriptors.
+        """
+        self._is_running, self._is_over = False, threading.Event()
         # Those that were built have descriptors already where a later one gets none.
         with ExitStack() as built:
+            self.events = HolderEvents()
+            built.callback(self.events.bell.close)
+            self._taps = Taps()
+            built.callback(self._taps.close)
+            self.placed = placed = PlacedExperts(
+                spec, topology, settings, channel_decorator=channel_decorator,
+                watch=self._taps.watch if settings.audit_cpu > 0 else None, on_damage=self.events.damage,
+            )  # fmt: skip
+            self._fleet = placed.fleet
             self.client = _core.Client(
                 spin_ns=placed.threads.spin_ns,
                 call_timeout_s=settings.call_timeout_s,
@@ -49,39 +77,39 @@ class RuntimeParts:
                 hedge_share=settings.hedge,
             )
             built.callback(self.client.close)
-            self.paths = PathKeeper(self.client, placed)
+            self.paths = PathKeeper(self.client, placed, self.events)
             self.holders = HolderLists(self.client)
-            self.fallback = HostFallback(self.client, placed, self.paths, self.holders)
-            calls = ClientCalls(self.client, self.paths, self.fallback)
-            self.workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
-            built.callback(self.workers.close)
-            calls.on_idle = self._note_idle
-            self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
-            self.paths.on_loss = self.workers.ring
-            self.paths.on_late = self.fallback.miss
+            self.fallback = HostFallback(self.client, placed, self.paths, self.holders, self.events)
             self.audit = Audit(
-                self._fleet, Path(placed.spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
-                outvote=self.workers.outvote,
+                self._fleet, self._taps, Path(spec.path), lambda: placed.held, isa=placed.host_isa, cpu=settings.audit_cpu,
+                events=self.events,
             )  # fmt: skip
-            self.control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
+            calls = ClientCalls(self.client, self._fleet, self.paths, self.fallback, self.audit)
+            self.workers = WorkerKeeper(placed, calls, self.events)
+            self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
+            self.calls = ExpertCalls(self.client, placed)
+            self.modes = ModeSwitch(self.client, placed, self.paths, self.calls, overrides)
+            self.report = RuntimeReport(
+                self.client, placed, self.calls, workers=self.workers, fallback=self.fallback, audit=self.audit,
+                holders=self.holders, events=self.events, is_over=self._is_over,
+            )  # fmt: skip
+            self._control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
             built.pop_all()
 
-    def _note_idle(self, index: int) -> None:
-        """Tells the keeper that a worker, by the client's number, has nothing in flight."""
-        self.workers.note_idle(self._fleet.at_index(index).name)
-
-    def open(self, on_loading: LoadingReport | None) -> list[LayerShards]:
+    def open(self, on_loading: LoadingReport | None) -> None:
         """Starts and loads all workers, and tells the client of them and of every layer's holders.
-        Returns the layers with their shards, as `Client.define_layer` took them. Errors are those
-        of `ExpertRuntime.start`.
+        Errors are those of `ExpertRuntime.start`.
         """
-        placed, client = self._placed, self.client
+        if self.calls.device_name:
+            log.info("host.device: %s", self.calls.device_name)
+        placed, client = self.placed, self.client
         placed.start(on_loading)
         plans = placed.plan_slots()
         for name, member in self._fleet.members.items():
             self.paths.introduce(member, *self._fleet.attach(member, plans[name]))
         classes = cost_classes(placed.spec.layers)
-        layers = self._fleet.shards_by_layer(placed.held)
+        numbers = {name: member.client_index for name, member in self._fleet.members.items()}
+        layers = self._fleet.shards_by_layer(placed.held, numbers)
         for layer, shards in layers:
             client.define_layer(
                 layer=layer.index,
@@ -93,23 +121,34 @@ class RuntimeParts:
                 cost_class=classes[layer.index],
             )
         for where, holders in holders_by_shard(placed.spec, placed.placement).items():
-            self.holders.begin(where, [self._fleet.members[name].client_index for name in holders])
+            self.holders.begin(where, [numbers[name] for name in holders])
         self.fallback.start()
         client.set_profile(bool(placed.settings.profile))
-        return layers
+        self.calls.open(layers)
 
     def run(self) -> None:
         """Starts the threads that keep what `open` has made."""
         self.paths.start()
-        self.workers.start(self._placed.held)
+        self.workers.start()
         self.audit.start()
-        self._fleet.shards.learn(self._placed.held)
-        self.control.start()
+        self._fleet.shards.learn(self.placed.held)
+        self._control.start()
+        self._is_running = True
+
+    def note_end(self) -> None:
+        """Takes what is told of a runtime that is closed, before it is; never raises."""
+        if self._is_running:
+            # A forked child owns neither workers nor counters, and the client refuses it.
+            with suppress(DflashError):
+                self.report.keep_last()
+                self.modes.explain()
 
     def end(self) -> None:
         """Ends a runtime that was closed or dropped; never raises. Its channels go once the last
         call has left.
         """
+        self._is_over.set()
+        self.calls.close()
         self.audit.call_off()
         self._fleet.shards.call_off()
         self.fallback.call_off()
@@ -117,8 +156,10 @@ class RuntimeParts:
         self.paths.call_off()
         self.fallback.close()
         self._fleet.close()
-        self.control.close()
+        self._control.close()
         self.paths.close()
         self.workers.close()
         self.audit.close()
         self.client.close()
+        self._taps.close()
+        self.events.bell.close()

@@ -19,8 +19,7 @@ from dflash_moe.protocol.handover import PathAnswered, PathOffered, PathTerms
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.holders.fleet import Fleet
-    from dflash_moe.holders.member import Member
-    from dflash_moe.holders.session import HostSession
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.protocol.schema import Message
 
 # The program makes its end of a data path within this time, which maps and zeroes memory.
@@ -34,17 +33,16 @@ class HandedWorker:
     lock guards `lost`, `num_told`, `num_worn`, `thread` and `is_busy`.
     """
 
-    def __init__(self, index: int, member: Member, slots: _core.SlotPlan) -> None:
+    def __init__(self, index: int, holder: Holder, slots: _core.SlotPlan) -> None:
         """`index` is its number in the plan, and `slots` are those of all its paths."""
         self.index = index
-        self.member = member
+        self.holder = holder
         # Why it is gone, empty where it is not.
         self.lost = ""
         # How often the program has said that the worker is gone, and that its path is worn.
         self.num_told = 0
         self.num_worn = 0
-        # Whether nobody starts it again, and what the supervisor's caller was told of a loss.
-        self.is_left_alone = False
+        # What the supervisor's caller was told of a loss.
         self.is_loss_said = False
         self.said = ""
         # The renewal that is under way, or the last one.
@@ -62,14 +60,7 @@ class HandedWorker:
     @property
     def name(self) -> str:
         """The worker's name in the topology."""
-        return self.member.name
-
-    @property
-    def session(self) -> HostSession:
-        """The session under way."""
-        if self.member.session is None:
-            raise ProtocolError(f"worker {self.name} has no session")
-        return self.member.session
+        return self.holder.name
 
     def give_up_offer(self) -> None:
         """Ends a wait for an offer that will not come."""
@@ -107,8 +98,8 @@ class HandedWorker:
             if (late := self._offers.get_nowait()) is not None:
                 held.hold(late[1])
         generation = self._generation = fleet.next_generation()
-        session = self.session
-        wish = session.wish(self._slots, self.member.transport, generation)
+        session = self.holder.require_session()
+        wish = session.wish(self._slots, self.holder.transport, generation)
         terms = PathTerms(
             worker=self.index, generation=generation, transport=wish.transport, num_slots=wish.num_slots,
             request_bytes=wish.request_bytes, reply_bytes=wish.reply_bytes,
@@ -124,7 +115,7 @@ class HandedWorker:
             num_descriptors=len(answer.descriptors), has_pulse=answer.has_pulse,
         )  # fmt: skip
         tell(answered, answer.descriptors)
-        self.member.slots = self._slots
+        self.holder.slots = self._slots
 
     def _next_offer(self) -> tuple[PathOffered, list[int]]:
         try:

@@ -74,12 +74,10 @@ def check_holders(placed: PlacedExperts) -> None:
 
 def plan_messages(model: HandoverModel, placed: PlacedExperts, slots: dict[str, _core.SlotPlan]) -> list[Message]:
     """Returns the messages of the plan in their order. Workers are numbered in the order of the
-    fleet, which gets these numbers too.
+    fleet.
     """
     members = list(placed.fleet.members.values())
-    for index, member in enumerate(members):
-        member.client_index = index
-    layers = placed.fleet.shards_by_layer(placed.held)
+    layers = placed.fleet.shards_by_layer(placed.held, {member.name: index for index, member in enumerate(members)})
     settings = placed.settings
     head = PlanHead(
         num_workers=len(members), num_layers=len(layers), num_shards=sum(len(shards) for _, shards in layers),

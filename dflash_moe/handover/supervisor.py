@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.handover.handed_worker import HandedWorker
 from dflash_moe.handover.handover_plan import HandoverModel, check_holders, plan_messages
-from dflash_moe.holders.membership import State
+from dflash_moe.holders.events import HolderEvents
+from dflash_moe.holders.membership import Happening, State
 from dflash_moe.holders.renewal import try_to_renew
-from dflash_moe.holders.worker_keeper import WorkerKeeper, restart_policy
+from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     Counted,
@@ -36,8 +37,8 @@ from dflash_moe.protocol.handover import (
 
 if TYPE_CHECKING:
     from dflash_moe.handover.handover_socket import HandoverSocket
-    from dflash_moe.holders.member import Member
-    from dflash_moe.holders.membership import Member as Life
+    from dflash_moe.holders.events import Notice
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.placed_experts import PlacedExperts
     from dflash_moe.protocol.schema import Message
 
@@ -83,10 +84,12 @@ class Supervisor:
         slots = placed.plan_slots()
         self._plan = plan_messages(model, placed, slots)
         members = placed.fleet.members.values()
-        self._holders = [HandedWorker(member.client_index, member, slots[member.name]) for member in members]
+        self._handed = [HandedWorker(index, member, slots[member.name]) for index, member in enumerate(members)]
+        self._by_name = {handed.name: handed for handed in self._handed}
         self._planned = {tensor.name for tensor in model.tensors}
         self._on_lost, self._on_back, self._on_unfit, self._on_left_alone = on_lost, on_back, on_unfit, on_left_alone
-        self._keeper = WorkerKeeper(placed.fleet, restart_policy(placed.settings, retries_unfit=True), self)
+        self._events = HolderEvents()
+        self._keeper = WorkerKeeper(placed, self, self._events)
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
         # The program knows the workers. One that is lost before is refused with all others.
@@ -108,7 +111,7 @@ class Supervisor:
     def start(self, socket: HandoverSocket) -> None:
         """Starts to wait for the program, whose process `socket` expects by now."""
         self._spawn("dflash-handover", lambda: self._accept(socket))
-        self._keeper.start(self._placed.held)
+        self._keeper.start()
 
     def await_end(self) -> None:
         """Waits until the last words of a program that has ended are read, at most END_S."""
@@ -120,20 +123,21 @@ class Supervisor:
         self._is_over.set()
         if self._connection is not None:
             self._connection.hang_up()
-        for holder in self._holders:
-            holder.give_up_offer()
+        for handed in self._handed:
+            handed.give_up_offer()
         self._keeper.call_off()
-        for holder in self._holders:
-            if holder.lost:
-                self._say_loss(holder)
+        for handed in self._handed:
+            if handed.lost:
+                self._say_loss(handed)
         deadline = time.monotonic() + STOP_S
-        threads = self._threads + [holder.thread for holder in self._holders if holder.thread is not None]
+        threads = self._threads + [handed.thread for handed in self._handed if handed.thread is not None]
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-            for holder in self._holders:
-                if holder.thread is not None and holder.thread.is_alive() and holder.member.session is not None:
-                    holder.member.session.hang_up()
+            for handed in self._handed:
+                if handed.thread is not None and handed.thread.is_alive() and handed.holder.session is not None:
+                    handed.holder.session.hang_up()
             next(thread for thread in threads if thread.is_alive()).join(0.05)
         self._keeper.close()
+        self._events.bell.close()
         if self._connection is not None:
             self._connection.close()
 
@@ -172,9 +176,9 @@ class Supervisor:
             connection.hang_up()
 
     def _early_end(self) -> DflashError:
-        for holder in self._holders:
-            if holder.lost:
-                return WorkerLost(f"worker {holder.name} is lost: {holder.lost}", worker=holder.name)
+        for handed in self._handed:
+            if handed.lost:
+                return WorkerLost(f"worker {handed.name} is lost: {handed.lost}", worker=handed.name)
         return DflashError("the program hung up before it had taken the workers; what its library says stands above")
 
     def _refuse(self, error: DflashError) -> None:
@@ -201,18 +205,18 @@ class Supervisor:
     def _take(self, connection: Connection, message: Message) -> None:
         """Does what the program asks. Raises ProtocolError for what it must not ask."""
         if isinstance(message, PathOffered):
-            holder = self._holder(message.worker)
-            holder.take_offer(message, connection.take_descriptors(message.num_descriptors))
+            handed = self._of(message.worker)
+            handed.take_offer(message, connection.take_descriptors(message.num_descriptors))
             return
         connection.take_descriptors(0)
         if isinstance(message, PathWorn):
-            self._begin_to_renew(self._holder(message.worker), message.reason)
+            self._begin_to_renew(self._of(message.worker), message.reason)
         elif isinstance(message, WorkerGone):
-            holder = self._holder(message.worker)
+            handed = self._of(message.worker)
             with self._lock:
-                holder.num_told += 1
-            holder.give_up_offer()
-            self._lose(holder, message.reason, is_told=True)
+                handed.num_told += 1
+            handed.give_up_offer()
+            self._lose(handed, message.reason, is_told=True)
         elif isinstance(message, TensorSeen):
             # A tensor that was taken stays taken: a second model of the program, such as a draft,
             # has tensors of the same names and keeps them.
@@ -223,20 +227,20 @@ class Supervisor:
         else:
             raise ProtocolError(f"the program sent {type(message).__name__}, which only the supervisor sends")
 
-    def _holder(self, index: int) -> HandedWorker:
-        if index >= len(self._holders):
-            raise ProtocolError(f"the program named worker {index} of {len(self._holders)}")
-        return self._holders[index]
+    def _of(self, index: int) -> HandedWorker:
+        if index >= len(self._handed):
+            raise ProtocolError(f"the program named worker {index} of {len(self._handed)}")
+        return self._handed[index]
 
     # -- data paths --------------------------------------------------------------------------------
 
     def _open_paths(self) -> None:
         try:
-            for holder in self._holders:
-                self._await_return(holder)
-                if holder.lost:
-                    raise WorkerLost(f"worker {holder.name} is lost: {holder.lost}", worker=holder.name)
-                self._make_path(holder)
+            for handed in self._handed:
+                self._await_return(handed)
+                if handed.lost:
+                    raise WorkerLost(f"worker {handed.name} is lost: {handed.lost}", worker=handed.name)
+                self._make_path(handed)
             self.is_ready = True
             self._tell(Ready())
         except PeerGone:
@@ -244,133 +248,136 @@ class Supervisor:
         except DflashError as error:
             self._refuse(error)
 
-    def _await_return(self, holder: HandedWorker) -> None:
+    def _await_return(self, handed: HandedWorker) -> None:
         """Waits for a worker that was lost before the program could have it, while it is started
         again.
         """
         until = time.monotonic() + RETURN_S
-        while holder.lost and not holder.is_left_alone and time.monotonic() < until:
+        while handed.lost and handed.holder.life.state is not State.QUARANTINED and time.monotonic() < until:
             if self._is_over.wait(LOOK_S):
                 return
 
-    def _make_path(self, holder: HandedWorker) -> None:
-        holder.make_path(self._placed.fleet, self._tell)
+    def _make_path(self, handed: HandedWorker) -> None:
+        handed.make_path(self._placed.fleet, self._tell)
 
-    def _begin_to_renew(self, holder: HandedWorker, reason: str) -> None:
-        log.info("worker %s: its data path is worn: %s", holder.name, reason)
+    def _begin_to_renew(self, handed: HandedWorker, reason: str) -> None:
+        log.info("worker %s: its data path is worn: %s", handed.name, reason)
         with self._lock:
-            holder.num_worn += 1
-            if holder.lost or holder.is_busy or self._is_over.is_set():
+            handed.num_worn += 1
+            if handed.lost or handed.is_busy or self._is_over.is_set():
                 return
-            holder.is_busy = True
-            holder.thread = threading.Thread(
-                target=self._renew, args=(holder,), name=f"dflash-path-{holder.index}", daemon=True
+            handed.is_busy = True
+            handed.thread = threading.Thread(
+                target=self._renew, args=(handed,), name=f"dflash-path-{handed.index}", daemon=True
             )
-            holder.thread.start()
+            handed.thread.start()
 
-    def _renew(self, holder: HandedWorker) -> None:
+    def _renew(self, handed: HandedWorker) -> None:
         """Renews the path until the program does not say any more that it is worn. It may say so of
         the new path while the thread that made it has not ended yet.
         """
         while True:
             with self._lock:
-                num_worn = holder.num_worn
-            is_renewed = self._renew_once(holder)
+                num_worn = handed.num_worn
+            is_renewed = self._renew_once(handed)
             with self._lock:
-                holder.is_busy = is_renewed and holder.num_worn != num_worn
-                if not holder.is_busy:
+                handed.is_busy = is_renewed and handed.num_worn != num_worn
+                if not handed.is_busy:
                     return
 
-    def _renew_once(self, holder: HandedWorker) -> bool:
+    def _renew_once(self, handed: HandedWorker) -> bool:
         """Returns whether the path is renewed. A worker with which that fails is given up."""
 
         def renew() -> None:
-            if holder.lost:
-                raise WorkerLost(f"worker {holder.name} is lost: {holder.lost}", worker=holder.name)
-            self._make_path(holder)
+            if handed.lost:
+                raise WorkerLost(f"worker {handed.name} is lost: {handed.lost}", worker=handed.name)
+            self._make_path(handed)
 
         try:
-            failure = try_to_renew(holder.name, renew, self._is_over)
+            failure = try_to_renew(handed.name, renew, self._is_over)
         except PeerGone:
             return False
         if failure:
-            self._lose(holder, failure)
+            self._lose(handed, failure)
         return not failure and not self._is_over.is_set()
 
     # -- workers -----------------------------------------------------------------------------------
 
-    def _lose(self, holder: HandedWorker, reason: str, *, is_told: bool = False) -> None:
+    def _lose(self, handed: HandedWorker, reason: str, *, is_told: bool = False) -> None:
         """Notes that a worker is gone, and tells program and keeper. `is_told` says that the
         program knows.
         """
         with self._lock:
-            if holder.lost or self._is_over.is_set():
+            if handed.lost or self._is_over.is_set():
                 return
-            holder.lost = reason or "the program gives no reason"
+            handed.lost = reason or "the program gives no reason"
         with contextlib.suppress(DflashError):
             if self._is_planned and not is_told:
-                self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
-        self._keeper.note_loss(holder.name, holder.lost)
+                self._tell(WorkerGone(worker=handed.index, reason=cut_reason(handed.lost)))
+        self._events.happen(handed.holder, Happening.LOST, handed.lost)
 
     # -- what the keeper of workers asks for (worker_keeper.Calls) ---------------------------------
 
-    def lose(self, member: Member, reason: str) -> None:
+    def lose(self, member: Holder, reason: str) -> None:
         """Tells the program that a worker is gone."""
-        self._lose(self._holders[member.client_index], reason)
+        self._lose(self._by_name[member.name], reason)
 
-    def join(self, member: Member) -> None:
+    def join(self, member: Holder) -> None:
         """Makes the data path of a worker that came back. Raises WorkerLost where the program
         cannot use it, and the errors of `HandedWorker.make_path`.
         """
-        holder = self._holders[member.client_index]
-        if holder.thread is not None:
-            holder.thread.join(STOP_S)  # it renews a path of the session that is over
-        num_told, num_worn = holder.num_told, holder.num_worn
+        handed = self._by_name[member.name]
+        if handed.thread is not None:
+            handed.thread.join(STOP_S)  # it renews a path of the session that is over
+        num_told, num_worn = handed.num_told, handed.num_worn
         if self._is_planned:
-            self._make_path(holder)  # else it is made with those of all others
+            self._make_path(handed)  # else it is made with those of all others
         with self._lock:
-            is_back = holder.num_told == num_told
+            is_back = handed.num_told == num_told
             if is_back:
-                holder.lost = ""
-            is_worn = is_back and holder.num_worn != num_worn
+                handed.lost = ""
+            is_worn = is_back and handed.num_worn != num_worn
         if not is_back:
-            raise WorkerLost(f"worker {holder.name} was given up by the program", worker=holder.name)
-        self._on_back(holder.name)
+            raise WorkerLost(f"worker {handed.name} was given up by the program", worker=handed.name)
+        self._on_back(handed.name)
         if is_worn:
-            self._begin_to_renew(holder, "it was worn at once")
+            self._begin_to_renew(handed, "it was worn at once")
 
-    def losses(self) -> list[tuple[str, str]]:
-        """Returns nothing: whoever hears of a loss tells the keeper."""
+    def news(self) -> list[tuple[str, Happening, str]]:
+        """Returns nothing: whoever hears of a loss puts it into the events."""
         return []
 
+    def note(self, notice: Notice) -> None:
+        """Does nothing: no program hears of more than losses and returns."""
+
     def descriptor(self) -> int:
-        """Returns -1: whoever hears of a loss rings the keeper."""
+        """Returns -1: the events have a bell."""
         return -1
 
-    def tell(self, member: Member, life: Life) -> None:
+    def tell(self, member: Holder) -> None:
         """Tells the caller of losses, once it is known how the process ended, and of workers that
         will not do.
         """
-        holder = self._holders[member.client_index]
+        handed, life = self._by_name[member.name], member.life
         if life.state is State.READY:
-            holder.said, holder.is_loss_said = "", False
-        is_left_alone = holder.is_left_alone = life.state is State.QUARANTINED
+            handed.said, handed.is_loss_said = "", False
+        is_left_alone = life.state is State.QUARANTINED
         if self._is_over.is_set() or life.state not in (State.WAITING, State.QUARANTINED):
             return
-        self._say_loss(holder)
-        if life.is_unfit and life.reason != holder.said:
-            holder.said = life.reason
-            self._on_unfit(holder.name, life.reason)
+        self._say_loss(handed)
+        if life.is_unfit and life.reason != handed.said:
+            handed.said = life.reason
+            self._on_unfit(handed.name, life.reason)
         if is_left_alone:
-            self._on_left_alone(holder.name, life.reason)
+            self._on_left_alone(handed.name, life.reason)
 
-    def _say_loss(self, holder: HandedWorker) -> None:
-        if not holder.is_loss_said:
-            holder.is_loss_said = True
-            self._on_lost(holder.name, f"worker {holder.name} is lost: {holder.lost}; {_exit_of(holder.member)}")
+    def _say_loss(self, handed: HandedWorker) -> None:
+        if not handed.is_loss_said:
+            handed.is_loss_said = True
+            self._on_lost(handed.name, f"worker {handed.name} is lost: {handed.lost}; {_exit_of(handed.holder)}")
 
 
-def _exit_of(member: Member) -> str:
+def _exit_of(member: Holder) -> str:
     if member.session is not None and member.session.started is not None:
         return member.last_exit or member.session.started.describe_exit(seconds=0.0)
     return f"look at its own output at {member.address}"

@@ -17,7 +17,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
-from dflash_moe.holders.notices import way_of
 from dflash_moe.holders.owner import Owner
 from dflash_moe.protocol.control import ANSWER_S, error_fields, listen, receive_line, send_line
 from dflash_moe.protocol.framing import require_same_user
@@ -73,7 +72,7 @@ class WorkerOrders:
                     **asdict(state),
                     "address": str(member.address),
                     "transport": member.transport,
-                    "way": way_of(member),
+                    "way": member.way,
                     "numerics": member.numerics,
                     "architecture": member.architecture,
                     "pid": session.pid if session is not None else os.getpid(),

@@ -43,12 +43,14 @@ class Conversation:
     connection.
 
     The conversation owns `connection`. `loss` makes a WorkerLost from what happened, and
-    `quote_log` returns what the worker logged last, ready to be appended to a message.
+    `quote_log` returns what the worker logged last, ready to be appended to a message. `on_notice`
+    is told what the worker says unasked, from whatever thread reads it.
     """
 
     def __init__(
-        self, worker: str, connection: Connection, *, loss: Callable[[str], WorkerLost], quote_log: Callable[[], str]
-    ) -> None:
+        self, worker: str, connection: Connection, *, loss: Callable[[str], WorkerLost], quote_log: Callable[[], str],
+        on_notice: Callable[[WeightsChanged], None],
+    ) -> None:  # fmt: skip
         self._worker = worker
         self._connection = connection
         self._loss = loss
@@ -61,8 +63,7 @@ class Conversation:
         # So many questions have no answer yet. It exceeds the question under way where an answer
         # did not come in time; that answer still arrives first and must be thrown away.
         self._num_unanswered = 0
-        # Is told what the worker says unasked, from whatever thread reads it.
-        self.on_notice: Callable[[WeightsChanged], None] = lambda _notice: None
+        self._on_notice = on_notice
         # The worker's last word was that somebody told it to stop.
         self.has_left = False
         self._owner = Owner()
@@ -148,7 +149,7 @@ class Conversation:
                     return
                 message = self._connection.receive(deadline=until, waiting_for="a notice")
                 if isinstance(message, WeightsChanged):
-                    self.on_notice(message)
+                    self._on_notice(message)
                 elif isinstance(message, Refusal) and message.code == LEAVING:
                     self.has_left = True
                 else:
@@ -210,7 +211,7 @@ class Conversation:
             while isinstance(
                 message := self._connection.receive(deadline=turn.deadline, waiting_for=turn.doing), WeightsChanged
             ):
-                self.on_notice(message)
+                self._on_notice(message)
             return message
         except PeerGone:
             raise self._loss(f"hung up before it could {turn.doing}") from None

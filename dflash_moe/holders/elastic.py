@@ -19,8 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
-from dflash_moe.holders.kept_worker import Parting
-from dflash_moe.holders.member import Member
+from dflash_moe.holders.holder import Parting
 from dflash_moe.holders.membership import State
 from dflash_moe.holders.memory_check import room_of
 from dflash_moe.holders.threads import ThreadPlan, plan_with, plan_without
@@ -44,6 +43,7 @@ from dflash_moe.topology.parse import MAX_WORKERS, parse_worker
 
 if TYPE_CHECKING:
     from dflash_moe import _core
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.holder_lists import HolderLists
     from dflash_moe.holders.path_keeper import PathKeeper
     from dflash_moe.holders.placed_experts import PlacedExperts
@@ -95,7 +95,7 @@ class Elastic:
             member = self._member_of(spec, asked)
             threads = self._placed.threads
             self._use_threads(plan_with(threads, spec, self._placed.settings))
-            self._fleet.arriving = {**self._fleet.arriving, spec.name: member}
+            self._fleet.expect(member)
             try:
                 chosen = self._start(member, spec)
                 self._join(member, chosen, topology)
@@ -124,7 +124,7 @@ class Elastic:
         check_paths(Topology((spec,), source=SOURCE), self._placed.settings)
 
     def _check_host(self, doing: str) -> None:
-        if not DeviceChoice.of_host(self._placed.topology.host).is_processor:
+        if not self._placed.host_device.is_processor:
             raise UnsupportedError(
                 f"{doing}: host.device is no processor, and its device steps know the workers that they began with; start the "
                 "runtime anew with the topology that you want"
@@ -140,21 +140,22 @@ class Elastic:
         needed = Counter(shard.numerics for shards in self._placed.placement.layers for shard in shards)
         return needed.most_common(1)[0][0], tuple(CLASSES)
 
-    def _member_of(self, spec: WorkerSpec, numerics: str) -> Member:
+    def _member_of(self, spec: WorkerSpec, numerics: str) -> Holder:
         address = spec.parsed_address
         transport = choose_transport(spec.name, address, self._placed.settings.transport)
         layout = "mapped" if spec.weights_layout == "mapped" else "packed"
-        member = Member(spec.name, address, transport, numerics, layout, spec=spec, device=DeviceChoice.of(spec))
         # The client knows a name by one number for ever.
         former = self._fleet.former.get(spec.name)
-        member.client_index = former.client_index if former is not None else -1
-        return member
+        client_index = former.client_index if former is not None else -1
+        return self._fleet.new_holder(
+            spec.name, address, transport, numerics, layout, spec=spec, device=DeviceChoice.of(spec), client_index=client_index
+        )
 
     def _choose(self, newcomer: Newcomer) -> list[Place]:
         placement, layers = self._placed.placement, self._placed.spec.layers
         return choose_shards(layers, placement, newcomer, self.load(), self._fleet.members)
 
-    def _start(self, member: Member, spec: WorkerSpec) -> list[Place]:
+    def _start(self, member: Holder, spec: WorkerSpec) -> list[Place]:
         """Starts and loads a worker, and returns what it has loaded."""
         self._fleet.start_again(member)
         classes = (member.numerics,) if spec.activations is not None else tuple({member.numerics, *member.offered})
@@ -163,14 +164,14 @@ class Elastic:
         self._fleet.load_again(member, self._held_shards(member, chosen))
         return chosen
 
-    def _placement_with(self, member: Member, chosen: list[Place]) -> Placement:
+    def _placement_with(self, member: Holder, chosen: list[Place]) -> Placement:
         is_mapped = member.layout == "mapped"
         return with_holder(self._placed.placement, member.name, chosen, self._fleet.members, is_mapped=is_mapped)
 
-    def _held_shards(self, member: Member, chosen: list[Place]) -> list[HeldShard]:
+    def _held_shards(self, member: Holder, chosen: list[Place]) -> list[HeldShard]:
         return shards_by_holder(self._placed.spec, self._placement_with(member, chosen))[member.name]
 
-    def _join(self, member: Member, chosen: list[Place], topology: Topology) -> None:
+    def _join(self, member: Holder, chosen: list[Place], topology: Topology) -> None:
         """Gives a loaded worker its data path, and tells the calls that it is a holder."""
         placed, name = self._placed, member.name
         shards = self._held_shards(member, chosen)
@@ -181,14 +182,13 @@ class Elastic:
             self._paths.introduce(member, *path)
             with self._lock:
                 self._fleet.admit(member)
-                placed.held = {**placed.held, name: shards}
-                placed.topology = topology
+                placed.admit(name, shards, topology)
                 self._place(self._placement_with(member, chosen))
 
         self._paths.make(member, take, arriving={name: shards})
-        self._keeper.adopt(member, shards)
+        self._keeper.adopt(member)
 
-    def _give_up(self, member: Member, threads: ThreadPlan) -> None:
+    def _give_up(self, member: Holder, threads: ThreadPlan) -> None:
         """Undoes an arrival; never raises."""
         with suppress(DflashError):  # the runtime was closed meanwhile
             self._use_threads(threads)
@@ -233,7 +233,7 @@ class Elastic:
             raise WorkerLost(f"worker {name} was ended to be started anew, and is not back: {why}", worker=name)
         log.info("worker %s is started anew", name)
 
-    def _process(self, name: str, doing: str) -> Member:
+    def _process(self, name: str, doing: str) -> Holder:
         """Returns a member that is another process. Raises ConfigError."""
         member = self._fleet.members.get(name)
         if member is None:
@@ -254,8 +254,8 @@ class Elastic:
                 "another holder, and fail"
             )
 
-    def _ending(self, reason: str) -> Callable[[Member], None]:
-        def end(member: Member) -> None:
+    def _ending(self, reason: str) -> Callable[[Holder], None]:
+        def end(member: Holder) -> None:
             with suppress(DflashError):  # the runtime was closed meanwhile
                 self._client.mark_lost(member.client_index, reason)
 
@@ -263,16 +263,14 @@ class Elastic:
 
     # -- what changes together ---------------------------------------------------------------------
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, member: Holder) -> None:
         """Makes a worker that is ended a former one; never raises. Its shards are others', or
         nobody's.
         """
         placed, name = self._placed, member.name
         with self._lock, suppress(DflashError):  # the runtime was closed meanwhile
             self._fleet.part_with(member)
-            placed.held = {holder: shards for holder, shards in placed.held.items() if holder != name}
-            workers = tuple(worker for worker in placed.topology.workers if worker.name != name)
-            placed.topology = replace(placed.topology, workers=workers)
+            placed.part_with(name)
             self._use_threads(plan_without(placed.threads, name, placed.settings))
             self._place(without_holder(placed.placement, name))
 
@@ -280,7 +278,7 @@ class Elastic:
         """Puts a placement in force, with those first who balance the load."""
         placement = balanced(placement, self.load(placement))
         self._tell_holders(placement)
-        self._placed.placement = placement
+        self._placed.place(placement)
 
     def _tell_holders(self, placement: Placement) -> None:
         """Names the holders of a placement to the client, where they differ from those that were
@@ -298,8 +296,7 @@ class Elastic:
     def _use_threads(self, threads: ThreadPlan) -> None:
         if threads.is_oversubscribed != self._placed.threads.is_oversubscribed:
             self._client.set_spinning(not threads.is_oversubscribed)
-        self._placed.threads = threads
-        self._fleet.use_threads(threads)
+        self._placed.use_threads(threads)
 
     @contextmanager
     def _one_change(self) -> Iterator[None]:

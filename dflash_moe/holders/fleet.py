@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import secrets
 import threading
 import time
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING
 
 from dflash_moe import _core
 from dflash_moe.errors import WorkerLost
+from dflash_moe.holders.holder import Holder, restart_policy
 from dflash_moe.holders.launcher import Launcher, StartedWorker
 from dflash_moe.holders.loaded_shards import LoadedShards
 from dflash_moe.holders.local_worker import LocalWorker
-from dflash_moe.holders.member import Member
+from dflash_moe.holders.membership import Life
 from dflash_moe.holders.owner import Owner
 from dflash_moe.holders.session import CALL_LIMIT, STALL_LIMIT, HostSession
 from dflash_moe.holders.threads import ThreadPlan
@@ -37,7 +39,7 @@ from dflash_moe.topology.addresses import Address
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.model.spec import LayerSpec, ModelSpec
-    from dflash_moe.topology import Topology
+    from dflash_moe.topology import Topology, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,13 @@ LEAST_ATTACH_S = 0.25
 GOODBYE_S = 1.0
 # How the process of a lost worker ended is known within this time, unless it has not ended at all.
 EXIT_S = 0.3
-# Tests wrap the host's channel to each worker, by the worker's name, to make it fail.
+# Tests wrap the host's channel to each worker, by the worker's name, to make it fail, and the audit
+# wraps it to see it.
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
+ChannelWatch = Callable[[Holder, _core.Channel], _core.Channel]
+# Is told of weights that changed in a holder's memory: layer, shard, and why they could not be
+# loaded again. Several threads call it.
+DamageReport = Callable[[Holder, int, int, str], None]
 # A report is called with a holder's name, how many bytes of its experts are loaded, counted as the
 # checkpoint stores them, and how many it will have. Several threads call it.
 LoadingReport = Callable[[str, int, int], None]
@@ -65,18 +72,26 @@ class Fleet:
     ends everything.
     """
 
-    def __init__(self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, decorate: ChannelDecorator | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, *, decorate: ChannelDecorator | None,
+        watch: ChannelWatch | None, on_damage: DamageReport, retries_unfit: bool,
+    ) -> None:  # fmt: skip
+        """`decorate` wraps all channels, and `watch` after it those to other processes.
+        `retries_unfit` is that of membership.RestartPolicy.
+        """
         # Replaced and never changed once the fleet runs, so that others may go through the one that
         # they found.
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, Holder] = {}
         # Who is being added, and who was removed: the client still knows the latter by their
         # numbers.
-        self.arriving: dict[str, Member] = {}
-        self.former: dict[str, Member] = {}
+        self.arriving: dict[str, Holder] = {}
+        self.former: dict[str, Holder] = {}
         self._spec = spec
         self._settings = settings
         self._threads = threads
-        self._decorate = decorate
+        self._decorate, self._watch, self._on_damage = decorate, watch, on_damage
+        self._policy = restart_policy(settings, retries_unfit=retries_unfit)
+        self._rng = random.Random()
         self._launcher: Launcher | None = None
         self._key: bytes | None = None
         # Generations begin at a random number, so that the path of another session never has the
@@ -93,10 +108,6 @@ class Fleet:
         # that this host started then leave the segments of their replies writable for it.
         self.may_open_replies = False
         self.shards = LoadedShards(Path(spec.path), settings, self._isa, self.member_of)
-        # Whoever audits wraps every new channel, by the worker's name, and is told of weights that
-        # changed in a worker's memory: layer, shard, and why they could not be loaded again.
-        self.watch: ChannelDecorator = lambda _name, channel: channel
-        self.on_change: Callable[[str, int, int, str], None] = lambda _name, _layer, _shard, _failure: None
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
         """Decides the address and transport of every holder, before anything is started. Raises
@@ -112,17 +123,29 @@ class Fleet:
                 # worker's, whose class a preset still chooses.
                 is_bound = worker.activations is not None and topology.placement.imposed is None
                 numerics = topology.numerics_of(worker.name) if is_bound else first.numerics
-                device = DeviceChoice.of(worker)
-                self.members[worker.name] = Member(
-                    worker.name, address, transport, numerics, first.layout, spec=worker, device=device
+                self.members[worker.name] = self.new_holder(
+                    worker.name, address, transport, numerics, first.layout, spec=worker, device=DeviceChoice.of(worker)
                 )
             else:
                 log.info("worker %s holds no experts and is not started", worker.name)
         if host_name in held:
-            self.members[host_name] = Member(host_name, Address("loopback"), "loopback", held[host_name][0].numerics, "packed")
-            self.members[host_name].device = DeviceChoice.of_host(topology.host)
+            self.members[host_name] = self.new_holder(
+                host_name, Address("loopback"), "loopback", held[host_name][0].numerics, "packed",
+                device=DeviceChoice.of_host(topology.host),
+            )  # fmt: skip
         for member in self.members.values():
             log.info("worker %s: transport %s, numerics %s", member.name, member.transport, member.numerics)
+
+    def new_holder(
+        self, name: str, address: Address, transport: str, numerics: str, layout: str, *, spec: WorkerSpec | None = None,
+        device: DeviceChoice | None = None, client_index: int = -1,
+    ) -> Holder:  # fmt: skip
+        """Makes a holder that is no member yet, with a life that has not begun."""
+        life = Life(name, self._policy, self._rng, address.is_started_by_host)
+        return Holder(
+            name, address, transport, numerics, layout, life, spec=spec, device=device or DeviceChoice(),
+            client_index=client_index,
+        )  # fmt: skip
 
     def start(self, key: bytes | None) -> None:
         """Starts or reaches every member and exchanges hello with it. `key` is the shared key that
@@ -140,11 +163,11 @@ class Fleet:
                 member.numerics = member.local.numerics
         self._check_architectures()
 
-    def new_local(self, member: Member) -> LocalWorker:
+    def new_local(self, member: Holder) -> LocalWorker:
         """Makes the worker inside this process for a member that is one. Errors are those of
         LocalWorker.
         """
-        local = LocalWorker(
+        return LocalWorker(
             member.name,
             isa=self._isa,
             threads=self._num_threads(member),
@@ -156,20 +179,16 @@ class Fleet:
             weights_layout=member.layout,
             pool=self.host_pool if self._is_pooled(member) else None,
             scrub_s=self._settings.scrub_s,
+            on_change=partial(self._on_damage, member),
         )
-        local.on_change = partial(self._tell_change, member.name)
-        return local
-
-    def _tell_change(self, name: str, layer: int, shard: int, failure: str) -> None:
-        self.on_change(name, layer, shard, failure)
 
     def _check_architectures(self) -> None:
         members = (*self.members.values(), *self.arriving.values())
         computed = {member.name: (member.numerics, member.architecture) for member in members}
         check_architectures(computed, self._settings.numerics)
 
-    def _new_session(self, member: Member, started: StartedWorker | None) -> HostSession:
-        session = HostSession(
+    def _new_session(self, member: Holder, started: StartedWorker | None) -> HostSession:
+        return HostSession(
             member.name,
             member.address,
             started=started,
@@ -177,11 +196,10 @@ class Fleet:
             session_id=member.session_id,
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
             encryption=self._settings.encryption,
+            on_notice=lambda told: self._on_damage(member, told.layer, told.shard, told.failure),
         )
-        session.on_notice = lambda told: self.on_change(member.name, told.layer, told.shard, told.failure)
-        return session
 
-    def end_member(self, member: Member) -> None:
+    def end_member(self, member: Holder) -> None:
         """Ends the session of a lost worker, and kills and reaps its process where the host started
         that. `last_exit` then says how the process ended. It never raises.
         """
@@ -194,7 +212,7 @@ class Fleet:
         session.hang_up()
         session.close(seconds=0.0)
 
-    def dismiss(self, member: Member) -> None:
+    def dismiss(self, member: Holder) -> None:
         """Says goodbye to a worker that nobody asks any more, and waits GOODBYE_S at most for its
         process to end where the host started that. It never raises.
         """
@@ -204,7 +222,7 @@ class Fleet:
         session.say_bye()
         session.close(seconds=GOODBYE_S)
 
-    def start_again(self, member: Member) -> None:
+    def start_again(self, member: Holder) -> None:
         """Starts a worker whose former session was ended, or that is arriving, or dials it where
         somebody else starts it, and exchanges hello. Errors are those of a start; WorkerLost
         once the fleet is closed.
@@ -222,7 +240,7 @@ class Fleet:
         self._greet(member)
         self._check_architectures()
 
-    def load_again(self, member: Member, shards: Sequence[HeldShard]) -> None:
+    def load_again(self, member: Holder, shards: Sequence[HeldShard]) -> None:
         """Loads the shards of a worker that was started again. Errors are those of a start;
         CheckpointError where it has not loaded the bytes that it held before; WorkerUnfit where it
         computes other numbers than it must.
@@ -230,7 +248,7 @@ class Fleet:
         self.shards.load(member, shards)
         self.shards.settle(member, shards)
 
-    def _launch(self, member: Member) -> StartedWorker:
+    def _launch(self, member: Holder) -> StartedWorker:
         with self._closing:
             if self._is_closed:
                 raise WorkerLost(f"worker {member.name} is not started: the runtime was closed", worker=member.name)
@@ -239,7 +257,7 @@ class Fleet:
             launcher = self._launcher
         return launcher.start_worker(member.name, Path(self._spec.path))
 
-    def _greet(self, member: Member) -> None:
+    def _greet(self, member: Holder) -> None:
         name = member.name
         session = member.require_session()
         session.connect(timeout_s=self._settings.start_timeout_s)
@@ -274,10 +292,10 @@ class Fleet:
         """Whether a member computes elsewhere than in the thread that waits for it."""
         return any(not self._is_pooled(member) for member in self.members.values())
 
-    def _is_pooled(self, member: Member) -> bool:
+    def _is_pooled(self, member: Holder) -> bool:
         return member.transport == "loopback" and member.device.is_processor and self._is_host_processor
 
-    def _num_threads(self, member: Member) -> int:
+    def _num_threads(self, member: Holder) -> int:
         if member.spec is None or self._is_pooled(member):
             return self._threads.host
         return self._threads.workers.get(member.name, int(member.device.has_own_memory))
@@ -305,7 +323,7 @@ class Fleet:
         """Returns what a holder computes with: a kernel set, or the architecture of its card."""
         return self.member_of(holder).architecture
 
-    def member_of(self, name: str) -> Member:
+    def member_of(self, name: str) -> Holder:
         """Returns a member, or a worker that is just being added. Raises WorkerLost for one that
         was removed meanwhile.
         """
@@ -314,7 +332,7 @@ class Fleet:
             raise WorkerLost(f"worker {name} was removed", worker=name)
         return found
 
-    def attach(self, member: Member, slots: _core.SlotPlan, limit_s: float | None = None) -> tuple[_core.Channel, int, int]:
+    def attach(self, member: Holder, slots: _core.SlotPlan, limit_s: float | None = None) -> tuple[_core.Channel, int, int]:
         """Makes a fresh data path to a member, whose former path is served no more. The worker has
         `attach_timeout_s` for its end of it, or `limit_s` where it would be judged stalled by then.
 
@@ -341,7 +359,7 @@ class Fleet:
         member.slots = slots
         return channel, generation, pulse_fd
 
-    def _wrapped(self, member: Member, channel: _core.Channel) -> _core.Channel:
+    def _wrapped(self, member: Holder, channel: _core.Channel) -> _core.Channel:
         """Returns what the client uses instead of a channel: a slower one where the topology asks
         for that, and one that the audit sees.
         """
@@ -352,9 +370,9 @@ class Fleet:
             )
         if self._decorate is not None:
             channel = self._decorate(member.name, channel)
-        if member.local is None:
+        if self._watch is not None and member.local is None:
             # Experts in this process are computed by the code that would compute them again.
-            channel = self.watch(member.name, channel)
+            channel = self._watch(member, channel)
         return channel
 
     @property
@@ -366,13 +384,13 @@ class Fleet:
         """Returns the generation of a data path that is made somewhere else than in `attach`."""
         return next(self._generations)
 
-    def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]]) -> list[LayerShards]:
+    def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]], numbers: Mapping[str, int]) -> list[LayerShards]:
         """Returns every layer with its shards at their first holders, in ascending order, as
-        `Client.define_layer` takes them. All members are known to the client by now.
+        `Client.define_layer` takes them. `numbers` are those by which the client knows the holders.
         """
         places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
         for name, shards in held.items():
-            index = self.members[name].client_index
+            index = numbers[name]
             for one in (shard for shard in shards if not shard.is_replica):
                 places.setdefault(one.layer.index, []).append((one.shard_id, index, one.weights_fingerprint, one.experts))
         return [(layer, sorted(places[layer.index])) for layer in self._spec.layers]
@@ -409,7 +427,19 @@ class Fleet:
             if member.session is not None:
                 member.session.kill()
 
-    def admit(self, member: Member) -> None:
+    def expect(self, member: Holder) -> None:
+        """Counts one that is being added among those who are ended with the fleet."""
+        with self._closing:
+            self.arriving = {**self.arriving, member.name: member}
+
+    def open_replies(self) -> bool:
+        """Has workers that this host started leave the segments of their replies writable from now
+        on. Returns whether they did so before.
+        """
+        before, self.may_open_replies = self.may_open_replies, True
+        return before
+
+    def admit(self, member: Holder) -> None:
         """Makes an arriving worker a member. Raises WorkerLost once the fleet is closed."""
         with self._closing:
             if self._is_closed:
@@ -421,7 +451,7 @@ class Fleet:
             self.former = {name: one for name, one in self.former.items() if name != member.name}
             self.arriving = {name: one for name, one in self.arriving.items() if name != member.name}
 
-    def part_with(self, member: Member) -> None:
+    def part_with(self, member: Holder) -> None:
         """Makes a member, or one that was arriving, a former one. Somebody has ended it."""
         with self._closing:
             if member.client_index >= 0:
@@ -434,7 +464,7 @@ class Fleet:
         """Plans the threads of workers that are started from now on anew."""
         self._threads = threads
 
-    def everybody(self) -> dict[str, Member]:
+    def everybody(self) -> dict[str, Holder]:
         """Returns all whom the client knows, by name: members, those that were removed, and those
         that are just being added.
         """
@@ -442,7 +472,7 @@ class Fleet:
             found = {**self.former, **self.arriving, **self.members}
         return {name: member for name, member in found.items() if member.client_index >= 0}
 
-    def at_index(self, client_index: int) -> Member:
+    def at_index(self, client_index: int) -> Holder:
         """Returns the member that the client knows by this number, also one that was removed."""
         return next(member for member in self.everybody().values() if member.client_index == client_index)
 

@@ -45,11 +45,6 @@ class HolderLists:
             self._workers[where] = tuple(workers)
             self._tell(where)
 
-    def workers_of(self, where: Where) -> tuple[int, ...]:
-        """Returns the workers that hold a shard, preferred first."""
-        with self._lock:
-            return self._workers[where]
-
     def everybody(self) -> dict[Where, tuple[int, ...]]:
         """Returns all who hold each shard, the last resort among them."""
         with self._lock:

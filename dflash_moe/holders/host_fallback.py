@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dflash_moe.config.remedies import fallback_is_off
 from dflash_moe.errors import CheckpointError, DflashError
 from dflash_moe.holders.audit.contents import checksum_text
-from dflash_moe.holders.member import Member
+from dflash_moe.holders.events import StandInsChanged
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.checkpoint_files import SeenFiles
 from dflash_moe.model.refusals import in_one_line
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dflash_moe import _core
+    from dflash_moe.holders.events import HolderEvents
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.holder_lists import HolderLists, Where
     from dflash_moe.holders.path_keeper import PathKeeper
     from dflash_moe.holders.placed_experts import PlacedExperts
@@ -66,7 +68,7 @@ class _StandIn:
     shards: list[HeldShard]
     thread: threading.Thread | None = None
     is_being_made: bool = False
-    member: Member | None = None
+    member: Holder | None = None
     # Why it could not be made, or why shards were taken from it again.
     failure: str = ""
     # What this process lacks at this time, so that it is not made yet.
@@ -78,18 +80,19 @@ class _StandIn:
 class HostFallback:
     """The stand-ins of one runtime. Any thread may call; `call_off` and `close` end it."""
 
-    def __init__(self, client: _core.Client, placed: PlacedExperts, paths: PathKeeper, holders: HolderLists) -> None:
+    def __init__(
+        self, client: _core.Client, placed: PlacedExperts, paths: PathKeeper, holders: HolderLists, events: HolderEvents
+    ) -> None:
         """Notes how the files of the checkpoint are before any worker reads them. Raises
         CheckpointError where a fallback was asked for by name and this host has no weights, and
         where this process lacks descriptors to look at them.
         """
         self._client, self._placed, self._paths, self._holders = client, placed, paths, holders
+        self._events = events
         self._fleet = placed.fleet
         self._model = Path(placed.spec.path)
         # Why there is none, empty where there may be.
         self.reason = fallback_is_off(placed.settings)
-        # Called when stand-ins have been made or could not be, from their threads.
-        self.on_change: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._stand_ins: dict[str, _StandIn] = {}
@@ -182,23 +185,19 @@ class HostFallback:
             for held in one.shards:
                 self._holders.set_last_resort(_where(held), None)
 
-    def is_coming(self, worker: str) -> bool:
-        """Whether a stand-in is being made for shards that a worker holds, so that calls shall wait
-        for it.
+    def prospects(self) -> tuple[set[str], set[str]]:
+        """Returns the workers with shards for which a stand-in is being made, so that calls shall
+        wait for it, and those with shards that have one, or would get one if they were missed.
         """
         with self._lock:
-            making = [one for one in self._stand_ins.values() if one.is_being_made]
-        holders_of = self._holders_of() if making else {}
-        return any(worker in holders_of[_where(held)] for one in making for held in one.shards)
+            making = [held for one in self._stand_ins.values() if one.is_being_made for held in one.shards]
+            able = [held for one in self._stand_ins.values() if not one.failure and not self.reason for held in one.shards]
+        holders_of = self._holders_of() if making or able else {}
 
-    def may_stand_in(self, worker: str) -> bool:
-        """Whether shards that a worker holds have a stand-in, or would get one if it was missed."""
-        if self.reason:
-            return False
-        with self._lock:
-            able = [held for one in self._stand_ins.values() if not one.failure for held in one.shards]
-        holders_of = self._holders_of() if able else {}
-        return any(worker in holders_of[_where(held)] for held in able)
+        def holders(shards: list[HeldShard]) -> set[str]:
+            return {name for held in shards for name in holders_of[_where(held)]}
+
+        return holders(making), holders(able)
 
     def _holders_of(self) -> Mapping[Where, tuple[str, ...]]:
         """Returns the workers that hold each shard now; some may have been added or removed."""
@@ -259,7 +258,7 @@ class HostFallback:
             with self._lock:
                 one.is_being_made = bool(waiting)
             log.warning("the host's processor stands in for worker %s after %.3f s", one.worker, time.monotonic() - began)
-            self.on_change()
+            self._events.note(StandInsChanged())
             self._check(one, member, waiting)
         except DflashError as error:
             level = logging.DEBUG if self._is_over.is_set() else logging.ERROR
@@ -271,7 +270,7 @@ class HostFallback:
         finally:
             with self._lock:
                 one.is_being_made = False
-            self.on_change()
+            self._events.note(StandInsChanged())
 
     def _when_possible(self, one: _StandIn, step: Callable[[], Result]) -> Result:
         """Returns what `step` does; what this process lacks for it is waited for."""
@@ -289,12 +288,12 @@ class HostFallback:
                 one.setback = ""
                 return done
 
-    def _make(self, one: _StandIn) -> Member:
+    def _make(self, one: _StandIn) -> Holder:
         """Maps the shards and makes the stand-in known to the client, which asks it for nothing
         yet. Errors are those of a start.
         """
         name = stand_in_name(one.worker)
-        member = Member(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, "mapped")
+        member = self._fleet.new_holder(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, "mapped")
         local = member.local = self._fleet.new_local(member)
 
         def take(*path: Any) -> None:
@@ -311,7 +310,7 @@ class HostFallback:
                     weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
                 )  # fmt: skip
             with self._lock:
-                self._placed.standing_in = {**self._placed.standing_in, name: one.shards}
+                self._placed.stand_in(name, one.shards)
             self._paths.make(member, take)
             one.member = member
         except BaseException:
@@ -322,7 +321,7 @@ class HostFallback:
 
     # -- equal bytes -------------------------------------------------------------------------------
 
-    def _join_unchanged(self, one: _StandIn, member: Member) -> list[HeldShard]:
+    def _join_unchanged(self, one: _StandIn, member: Holder) -> list[HeldShard]:
         """Lets calls use those shards that the worker read from the very files which are mapped
         now, unchanged since before it read them. Returns the others, which have to be compared
         first.
@@ -339,7 +338,7 @@ class HostFallback:
             self._holders.set_last_resort(_where(held), member.client_index)
         return []
 
-    def _check(self, one: _StandIn, member: Member, waiting: list[HeldShard]) -> None:
+    def _check(self, one: _StandIn, member: Holder, waiting: list[HeldShard]) -> None:
         """Compares the content checksums of all shards with those of the worker as the background
         reader comes to know them: shards that wait for it join then, and those that differ are
         taken out.
@@ -362,7 +361,7 @@ class HostFallback:
                     self._holders.set_last_resort(where, member.client_index)
                 one.num_checked += 1
 
-    def _compare(self, held: HeldShard, member: Member) -> tuple[bool | None, str]:
+    def _compare(self, held: HeldShard, member: Holder) -> tuple[bool | None, str]:
         """Returns whether the mapped bytes of a shard are those of its worker, None where that is
         not known yet, and what is wrong. Bytes that the worker has not compared itself are no
         reason to take a shard out, but one not to let it join.

@@ -24,13 +24,13 @@ from dflash_moe.protocol.messages import LoadShard, compress_experts
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
-    from dflash_moe.holders.member import Member
+    from dflash_moe.holders.holder import Holder
 
 
 class LoadedShards:
     """Any thread may call. `close` frees what the golden rows have mapped."""
 
-    def __init__(self, model: Path, settings: Settings, isa: str, find: Callable[[str], Member]) -> None:
+    def __init__(self, model: Path, settings: Settings, isa: str, find: Callable[[str], Holder]) -> None:
         """`find` returns a holder by its name, and raises WorkerLost for one that was removed."""
         self._model, self._settings, self._find = model, settings, find
         self._contents = ReferenceChecksums()
@@ -38,7 +38,7 @@ class LoadedShards:
         self.golden = GoldenRows(HostTwin(model, isa), self.ask_row)
         self._learner: ContentsLearner | None = None
 
-    def load(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None] = lambda _count: None) -> None:
+    def load(self, member: Holder, shards: Sequence[HeldShard], report: Callable[[int], None] = lambda _count: None) -> None:
         """Loads shards at a holder, one after the other, and has it compute golden rows where it is
         another process. `report` is called with the number of experts that are loaded. Errors:
         those with which the holder refuses; CheckpointError where it has not loaded the bytes that
@@ -70,9 +70,9 @@ class LoadedShards:
             )
             checksum = member.require_session().load(message, timeout_s=self._settings.start_timeout_s, report=report)
             self._contents.note(held, member.name, checksum)
-        self.golden.check(member.name, shards, is_thorough=member.is_doubted)
+        self.golden.check(member.name, shards, is_thorough=member.life.num_outvoted > 0)
 
-    def settle(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None] = lambda _count: None) -> None:
+    def settle(self, member: Holder, shards: Sequence[HeldShard], report: Callable[[int], None] = lambda _count: None) -> None:
         """Returns once what a holder has loaded may stand in for the other holders of these shards
         (`MappedHolders.settle`).
         """

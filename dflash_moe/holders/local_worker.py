@@ -37,12 +37,14 @@ class LocalWorker:
     def __init__(
         self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
         device: DeviceChoice | None = None, weights_layout: str = "packed", pool: _core.HostPool | None = None,
-        scrub_s: float = 0.0,
+        scrub_s: float = 0.0, on_change: Callable[[int, int, str], None] = lambda _layer, _shard, _failure: None,
     ) -> None:  # fmt: skip
         """The worker computes on `device`, or where that is None on the processor with the kernel
         set `isa`. `cpus` are the CPUs that its threads are pinned to, one each, none if empty. With
         a `pool` its threads compute, on the call of whoever waits for a reply. Its weights are
-        summed up again every `scrub_s` seconds, never where that is 0.
+        summed up again every `scrub_s` seconds, never where that is 0. `on_change` is told of
+        those that changed in memory: layer, shard, and why they could not be loaded again, empty
+        where they were.
 
         Raises UnsupportedError where the device or kernel set does not compute `numerics` or cannot
         be used, and ConfigError where the device or one of `cpus` is missing.
@@ -58,9 +60,7 @@ class LocalWorker:
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0
         self._store = ExpertStore(isa=isa, threads=threads, cpus=cpus, device=opened, weights_layout=weights_layout, pool=pool)
         self._worker = _core.Worker(name=name, spin_ns=spin_ns, slowdown=slowdown)
-        # Is told of weights that changed in memory: layer, shard, and why they could not be loaded
-        # again, empty where they were.
-        self.on_change: Callable[[int, int, str], None] = lambda _layer, _shard, _failure: None
+        self._on_change = on_change
         self._scrub: WeightScrub | None = None
         if scrub_s > 0:
             self._scrub = WeightScrub(self._store, None, period_s=scrub_s, tell=self._tell_change)
@@ -143,7 +143,7 @@ class LocalWorker:
         return dict(self._worker.stats()) | (self._scrub.stats() if self._scrub is not None else {})
 
     def _tell_change(self, held: HeldWeights, _local_expert_id: int, failure: str) -> None:
-        self.on_change(held.layer, held.shard, failure)
+        self._on_change(held.layer, held.shard, failure)
 
     def close(self) -> None:
         """Stops serving and frees the weights. It never raises; a thread that does not stop keeps

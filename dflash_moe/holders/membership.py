@@ -1,5 +1,5 @@
 """When a worker that is lost is started again, dialled again, or left alone: a state machine for
-each member of a runtime, without clock, threads and I/O.
+the life of each member of a runtime, without clock, threads and I/O.
 
 Somebody else carries its orders out and says what came of them (worker_keeper.py, and a simulator
 under virtual time). Every order bears the number of the attempt that it belongs to, and what is
@@ -36,7 +36,7 @@ class State(enum.Enum):
     READY = "ready"
     # What is left of it is being cleared away.
     LOST = "lost"
-    # It is tried again at `Member.next_try`.
+    # It is tried again at `Life.next_try`.
     WAITING = "waiting"
     # It is left alone until somebody releases it.
     QUARANTINED = "quarantined"
@@ -138,8 +138,8 @@ _OF_AN_ATTEMPT = frozenset(
 
 
 @dataclass(slots=True)
-class Member:
-    """One worker of a runtime, gone until it is added. One thread at a time calls it.
+class Life:
+    """The life of one worker, gone until it is added. One thread at a time calls it.
 
     Times are seconds of one clock that never goes back, whose readings are handed in.
     """

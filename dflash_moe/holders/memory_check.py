@@ -12,14 +12,14 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.telemetry.machine import memory_available
 
 if TYPE_CHECKING:
-    from dflash_moe.holders.member import Member
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.placement.held_shards import HeldShard
 
 UNSTATED_SHARE = 0.5
 
 
 def check_memory(
-    members: Mapping[str, Member], bytes_by_holder: Mapping[str, int], held: Mapping[str, Sequence[HeldShard]]
+    members: Mapping[str, Holder], bytes_by_holder: Mapping[str, int], held: Mapping[str, Sequence[HeldShard]]
 ) -> None:
     """Checks that the weights fit into the memory of this machine and of every member, which have
     been greeted. Raises ConfigError with the shortfall and how many experts fit.
@@ -37,7 +37,7 @@ def check_memory(
             raise ConfigError(_shortfall_text(_holder_text(member), bytes_by_holder[member.name], min(bounds), num_experts))
 
 
-def room_of(member: Member, stated: int | None) -> int | None:
+def room_of(member: Holder, stated: int | None) -> int | None:
     """Returns how many bytes of weights a greeted worker that joins a running runtime may take.
     Where nobody `stated` that, it is UNSTATED_SHARE of what is free: others need memory too. None
     means that nobody knows.
@@ -50,7 +50,7 @@ def room_of(member: Member, stated: int | None) -> int | None:
     return min(stated, *free) if stated is not None else int(min(free) * UNSTATED_SHARE)
 
 
-def _memory_bounds(member: Member) -> list[int]:
+def _memory_bounds(member: Holder) -> list[int]:
     """Returns every bound, in bytes, on the weights of a member. A member in the host's own process
     has only the bound of its card, if it computes on one.
     """
@@ -62,13 +62,13 @@ def _memory_bounds(member: Member) -> list[int]:
     return [hello.memory_available + hello.kept_bytes] + ([hello.memory_limit] if hello.memory_limit else [])
 
 
-def _kept_bytes(member: Member) -> int:
+def _kept_bytes(member: Holder) -> int:
     """Returns the bytes of weights that a worker still has from a former session."""
     hello = member.session.hello if member.session is not None else None
     return hello.kept_bytes if hello is not None else 0
 
 
-def _holder_text(member: Member) -> str:
+def _holder_text(member: Holder) -> str:
     hello = member.session.hello if member.session is not None else None
     return f"worker {member.name}" + (f" on device {hello.device}" if hello is not None and hello.device else "")
 

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import ConfigError, DflashError, WorkerLost, WorkerTimeout
+from dflash_moe.holders.events import PathLate
 from dflash_moe.holders.fleet import LEAST_ATTACH_S
 from dflash_moe.holders.renewal import PAUSE_S, RENEWALS, Renewal, try_to_renew
 from dflash_moe.protocol.descriptors import Descriptors
@@ -30,7 +31,8 @@ from dflash_moe.protocol.descriptors import Descriptors
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.config import Settings
-    from dflash_moe.holders.member import Member
+    from dflash_moe.holders.events import HolderEvents
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.placed_experts import PlacedExperts
     from dflash_moe.placement.held_shards import HeldShard
 
@@ -53,15 +55,11 @@ class PathKeeper:
     renews a path has retired it before, so that no two threads renew the same one.
     """
 
-    def __init__(self, client: _core.Client, placed: PlacedExperts) -> None:
+    def __init__(self, client: _core.Client, placed: PlacedExperts, events: HolderEvents) -> None:
         self._client = client
         self._placed = placed
         self._fleet = placed.fleet
-        # Called when a worker was given up because its path could not be renewed.
-        self.on_loss: Callable[[], None] = lambda: None
-        # Called with a worker's name when it has not got its path after the time in which a worker
-        # that computes would be suspected.
-        self.on_late: Callable[[str], None] = lambda _name: None
+        self._events = events
         # By name of a worker, also of those that were removed: held over the making of one path.
         self._locks: dict[str, threading.Lock] = {}
         # Held while settings come in force, and while a fresh path becomes the client's; never
@@ -86,7 +84,7 @@ class PathKeeper:
         return max(self._placed.settings.stall_timeout_s, LEAST_ATTACH_S)
 
     @contextmanager
-    def making(self, member: Member) -> Iterator[None]:
+    def making(self, member: Holder) -> Iterator[None]:
         """Opens a block in which no other thread makes a path to `member`. Raises WorkerTimeout
         where another one does so for longer than a path can take.
         """
@@ -100,7 +98,7 @@ class PathKeeper:
 
     def make(
         self,
-        member: Member,
+        member: Holder,
         take: TakePath,
         *,
         limit_s: float | None = None,
@@ -123,12 +121,12 @@ class PathKeeper:
                         return
                 log.info("worker %s: its data path is made anew, because the settings have changed", member.name)
 
-    def _plan(self, member: Member, arriving: Mapping[str, Sequence[HeldShard]]) -> _core.SlotPlan:
+    def _plan(self, member: Holder, arriving: Mapping[str, Sequence[HeldShard]]) -> _core.SlotPlan:
         with self._in_force:
             return self._placed.plan_slots(arriving)[member.name]
 
     def introduce(
-        self, member: Member, channel: _core.Channel, generation: int, pulse_fd: int, *, is_last_resort: bool = False
+        self, member: Holder, channel: _core.Channel, generation: int, pulse_fd: int, *, is_last_resort: bool = False
     ) -> None:
         """Makes a worker known to the client with its path, or takes it back where the client has
         lost it; a device step that is under way goes on without it. It owns `pulse_fd`.
@@ -145,12 +143,12 @@ class PathKeeper:
             is_measured=slices.is_measured, is_last_resort=is_last_resort,
         )  # fmt: skip
 
-    def _tell_policy(self, member: Member) -> None:
+    def _tell_policy(self, member: Holder) -> None:
         placed, client, index = self._placed, self._client, member.client_index
         client.set_policy(index, placed.slices.slice_tokens, placed.window(member.slots), placed.slices.is_measured)
         client.set_dtypes(index, *placed.wire_dtypes)
 
-    def revive(self, member: Member) -> None:
+    def revive(self, member: Holder) -> None:
         """Gives a lost worker, which has a new session and has loaded its shards, a path and pulse
         by the settings in force, and takes it back into the client. Errors: WorkerLost,
         WorkerTimeout, ProtocolError; DflashError where the runtime was closed.
@@ -202,7 +200,7 @@ class PathKeeper:
         for member in retired:
             self._begin_to_renew(member.client_index, OTHER_SLOTS)
 
-    def _retire(self, member: Member) -> bool:
+    def _retire(self, member: Holder) -> bool:
         """Returns whether the path is this thread's to renew."""
         with suppress(WorkerLost, ConfigError):  # it was lost meanwhile, or worn and retired
             self._client.retire_path(member.client_index, OTHER_SLOTS)
@@ -267,7 +265,7 @@ class PathKeeper:
             else:
                 renewal.is_late = True
                 with suppress(DflashError):  # the runtime was closed meanwhile
-                    self.on_late(self._fleet.at_index(index).name)
+                    self._events.note(PathLate(self._fleet.at_index(index)))
         return 1000 * min(waits_s) + 1 if waits_s else None
 
     def _begin_to_renew(self, index: int, reason: str) -> None:
@@ -311,7 +309,7 @@ class PathKeeper:
                 with self.making(member):
                     if member.session is session:
                         self._client.mark_lost(index, failure)  # calls that need it say so; the others go on
-                self.on_loss()
+                self._events.bell.ring()
         except DflashError as error:  # the runtime was closed meanwhile
             log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
         finally:

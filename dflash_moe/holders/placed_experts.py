@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
 from dflash_moe.config.values import REPLICA
-from dflash_moe.errors import ConfigError
-from dflash_moe.holders.fleet import ChannelDecorator, Fleet, LoadingReport
+from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.holders.fleet import ChannelDecorator, ChannelWatch, DamageReport, Fleet, LoadingReport
 from dflash_moe.holders.memory_check import check_memory
-from dflash_moe.holders.threads import thread_plan
+from dflash_moe.holders.threads import ThreadPlan, thread_plan
 from dflash_moe.holders.transports import check_paths
 from dflash_moe.placement import plan_placement
 from dflash_moe.placement.fallback import check_fallback
@@ -25,12 +26,13 @@ from dflash_moe.placement.imposed import settle
 from dflash_moe.placement.numerics import check_classes, check_replicas, settle_classes
 from dflash_moe.placement.preset import FAST, Offer, choose_classes, dense_class, describe, is_stated, preferred
 from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.topology import HOST
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
-    from dflash_moe.holders.member import Member
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.model.spec import ModelSpec
     from dflash_moe.placement import Placement
     from dflash_moe.topology import Topology
@@ -53,9 +55,12 @@ class PlacedExperts:
         settings: Settings,
         *,
         channel_decorator: ChannelDecorator | None = None,
+        watch: ChannelWatch | None = None,
+        on_damage: DamageReport = lambda _holder, _layer, _shard, _failure: None,
+        retries_unfit: bool = False,
     ) -> None:
-        """Plans everything and starts nothing. Raises ConfigError and UnsupportedError for a plan
-        that cannot be carried out.
+        """Plans everything and starts nothing; what is passed on is the fleet's. Raises ConfigError
+        and UnsupportedError for a plan that cannot be carried out.
         """
         topology = topology.with_settings(settings)
         self._key = check_paths(topology, settings)
@@ -73,11 +78,14 @@ class PlacedExperts:
             # A preset chooses once all holders have said what they offer.
             check_classes(spec.layers, self.placement, topology, settings.numerics)
             check_fallback(spec.layers, self.placement, topology, settings)
-        self.held = shards_by_holder(spec, self.placement)
+        self.held: Mapping[str, Sequence[HeldShard]] = shards_by_holder(spec, self.placement)
         # The shards of the host's stand-ins by their names; replaced and never changed.
         self.standing_in: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})
         self.threads = thread_plan(topology, settings, self.held)
-        self.fleet = Fleet(spec, settings, self.threads, channel_decorator)
+        self.fleet = Fleet(
+            spec, settings, self.threads, decorate=channel_decorator, watch=watch, on_damage=on_damage,
+            retries_unfit=retries_unfit,
+        )  # fmt: skip
 
     def start(self, on_loading: LoadingReport | None = None) -> None:
         """Starts and loads all workers. Errors: ConfigError, CheckpointError, UnsupportedError,
@@ -112,7 +120,7 @@ class PlacedExperts:
             self.placement, self.held = placement, shards_by_holder(self.spec, placement)
         self.check_replicas(self.placement, members)
 
-    def check_replicas(self, placement: Placement, members: Mapping[str, Member]) -> None:
+    def check_replicas(self, placement: Placement, members: Mapping[str, Holder]) -> None:
         """Checks that all holders of each shard compute the same bits by what they have said of
         themselves. Raises UnsupportedError.
         """
@@ -146,6 +154,21 @@ class PlacedExperts:
             return None
         return dense_class(Offer(tuple(_core.numerics_classes(isa)), isa), weight_format)
 
+    @property
+    def host_numerics(self) -> str:
+        """As `ExpertRuntime.host_numerics`."""
+        try:
+            return choose_numerics(self.topology.numerics_of(HOST), self.fleet.host_pool.isa, name=HOST)[0]
+        except UnsupportedError:
+            if self.topology.host.activations is not None:
+                raise
+            return DEFAULT_NUMERICS
+
+    @property
+    def host_device(self) -> DeviceChoice:
+        """The device of attention and router."""
+        return DeviceChoice.of_host(self.topology.host)
+
     def _dense_classes(self) -> list[str]:
         """Returns the classes that a preset tries for the host's own matrices."""
         is_ours = DeviceChoice.of_host(self.topology.host).is_processor and self.settings.host_operators != "torch"
@@ -158,6 +181,32 @@ class PlacedExperts:
     def host_isa(self) -> str:
         """The kernel set with which this host's processor computes."""
         return _core.parse_isa(self.settings.cpu_isa or _core.best_isa())
+
+    # Whoever changes members does so under a lock of its own, one after the other. The tables are
+    # replaced and never changed, so that others may go through the ones that they found.
+
+    def admit(self, name: str, shards: Sequence[HeldShard], topology: Topology) -> None:
+        """Notes the shards of a worker that `topology` has."""
+        self.held, self.topology = {**self.held, name: shards}, topology
+
+    def part_with(self, name: str) -> None:
+        """Forgets the shards of a worker that was removed."""
+        self.held = {holder: shards for holder, shards in self.held.items() if holder != name}
+        workers = tuple(worker for worker in self.topology.workers if worker.name != name)
+        self.topology = replace(self.topology, workers=workers)
+
+    def stand_in(self, name: str, shards: Sequence[HeldShard]) -> None:
+        """Notes the shards of a stand-in."""
+        self.standing_in = {**self.standing_in, name: shards}
+
+    def place(self, placement: Placement) -> None:
+        """Puts a placement in force that the client knows of."""
+        self.placement = placement
+
+    def use_threads(self, threads: ThreadPlan) -> None:
+        """Plans the threads of workers that are started from now on anew."""
+        self.threads = threads
+        self.fleet.use_threads(threads)
 
     def use(self, settings: Settings) -> None:
         """Puts settings in force that differ from the former ones in mode, slices or wire dtypes

@@ -11,7 +11,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-import os
 import random
 import select
 import threading
@@ -21,18 +20,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError
 from dflash_moe.holders.audit.host_twin import REFERENCE, HostTwin
 from dflash_moe.holders.audit.row_questions import ExchangedRow, RowQuestion, difference, exchanged_rows
+from dflash_moe.holders.events import Bell
+from dflash_moe.holders.membership import Happening
 from dflash_moe.model.refusals import in_one_line
-from dflash_moe.protocol.failures import system_failure
 from dflash_moe.telemetry.spaced_log import SpacedLog
 
 if TYPE_CHECKING:
+    from dflash_moe.holders.events import HolderEvents, WeightsDamaged
     from dflash_moe.holders.fleet import Fleet
+    from dflash_moe.holders.holder import Holder
     from dflash_moe.placement.held_shards import HeldShard
 
 log = logging.getLogger(__name__)
@@ -52,12 +54,6 @@ AGAIN_S = 1.0
 DAY_S = 86_400.0
 
 
-class Outvote(Protocol):
-    """Takes a worker out whose numbers are wrong (WorkerKeeper.outvote)."""
-
-    def __call__(self, name: str, reason: str, *, is_last: bool = False) -> None: ...
-
-
 @dataclass(slots=True)
 class _Watched:
     """What the audit knows of one worker."""
@@ -68,78 +64,142 @@ class _Watched:
     last_good: float | None = None
     # Why its rows are not computed again, empty where they are.
     skipped: str = ""
-    # Whether it was outvoted and no other process has taken its place yet. What it goes on to
-    # answer until it is lost could be audited later, and be held against the other process.
-    is_out: bool = False
     changes: deque[float] = field(default_factory=deque)
     num_changes: int = 0
+
+
+class Answerer(NamedTuple):
+    """Who gave an answer: a holder in one of its attempts, so one process."""
+
+    holder: Holder
+    attempt: int
+
+    @staticmethod
+    def now(holder: Holder) -> Answerer:
+        """Returns the process that is a holder now, or is about to join as one."""
+        # The first attempt begins once the holder is adopted, which is after its path was made.
+        return Answerer(holder, max(1, holder.life.attempt))
+
+
+@dataclass(slots=True)
+class _Tapped:
+    tap: _core.Tap
+    by: Answerer
+    # Whether it was outvoted and no other process has taken its place yet. What it goes on to
+    # answer until it is lost would only be outvoted once more.
+    is_out: bool = False
+
+
+class Taps:
+    """What the audit sees of the channels to other processes: a tap for each worker, which copies
+    exchanges. It is made before the fleet that makes the channels. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        # Rung when there is one more tap, and at the end.
+        self.bell = Bell()
+        # The thread that holds it takes it again where it collects a runtime that nobody closed.
+        self._lock = threading.RLock()
+        self._tapped: dict[str, _Tapped] = {}
+
+    def watch(self, holder: Holder, channel: _core.Channel) -> _core.Channel:
+        """Returns what is used instead of a fresh channel to a worker. What another process in its
+        place has answered must not be held against it, so that no copy of that is left.
+        """
+        by = Answerer.now(holder)
+        with self._lock:
+            one = self._tapped.get(holder.name)
+            if one is None:
+                one = self._tapped[holder.name] = _Tapped(_core.Tap(), by)
+                arm(one.tap, num_skipped=0)
+            elif one.by != by:
+                one.tap.take()
+                one.by, one.is_out = by, False
+        self.bell.ring()
+        return _core.make_tapped(channel, one.tap)
+
+    def everybody(self) -> list[tuple[str, _core.Tap]]:
+        """Returns all taps by their workers' names."""
+        with self._lock:
+            return [(name, one.tap) for name, one in self._tapped.items()]
+
+    def copies(self, name: str) -> tuple[Answerer, list[tuple[bytes, bytes]]]:
+        """Takes the copied requests and replies of a worker, none of one that is out, and returns
+        who answered them.
+        """
+        with self._lock:
+            one = self._tapped[name]
+            copied = one.tap.take()
+            return one.by, [] if one.is_out else copied
+
+    def take_out(self, by: Answerer) -> None:
+        """Drops what a process has answered, and what it answers until another takes its place."""
+        with self._lock:
+            one = self._tapped.get(by.holder.name)
+            if one is not None and one.by == by:
+                one.is_out = True
+                one.tap.take()
+                arm(one.tap, num_skipped=0)
+
+    def close(self) -> None:
+        """Lets the taps go, whose channels go with the client, and closes the bell."""
+        with self._lock:
+            self._tapped.clear()
+        self.bell.close()
+
+
+def arm(tap: _core.Tap, *, num_skipped: int) -> None:
+    """Has a tap copy a burst of exchanges after the next `num_skipped` ones."""
+    tap.arm(num_skipped, BURST_EXCHANGES, BURST_BYTES)
 
 
 class Audit:
     """Audits the workers of one fleet. `start` begins, `call_off` ends it. Any thread may call."""
 
     def __init__(
-        self, fleet: Fleet, path: Path, held: Callable[[], Mapping[str, Sequence[HeldShard]]], *, isa: str, cpu: float,
-        outvote: Outvote, rng: random.Random | None = None,
+        self, fleet: Fleet, taps: Taps, path: Path, held: Callable[[], Mapping[str, Sequence[HeldShard]]], *, isa: str,
+        cpu: float, events: HolderEvents, rng: random.Random | None = None,
     ) -> None:  # fmt: skip
         """`cpu` is the part of a core that computing rows again may take; 0 computes none. `held`
-        returns the shards of each holder by its name.
+        returns the shards of each holder by its name. Who is outvoted is put into `events`. Raises
+        DflashError where this process is out of descriptors.
         """
+        taps.bell.open("the audit")
         self._fleet = fleet
+        self._taps = taps
         self._held = held
         self._cpu = cpu
-        self._outvote = outvote
+        self._events = events
         self._rng = rng or random.Random()
         self._twin = HostTwin(path, isa)
         self._third = HostTwin(path, REFERENCE)
         self._watched: dict[str, _Watched] = {}
-        self._taps: dict[str, _core.Tap] = {}
-        self._rows: deque[tuple[str, ExchangedRow]] = deque()
+        self._rows: deque[tuple[Answerer, ExchangedRow]] = deque()
         self._num_host_mismatches = 0
         self._num_undecided = 0
         self._failure = ""
         self._troubles = SpacedLog(log)
         self._lock = threading.Lock()
-        self._is_started = False
         self._is_over = threading.Event()
-        try:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError as error:
-            raise system_failure("the bell of the audit could not be made", error) from None
         self._thread = threading.Thread(target=self._run, name="dflash-audit", daemon=True)
-        fleet.on_change = self.note_change
-        if cpu > 0:
-            fleet.watch = self._watch
 
     def start(self) -> None:
         """Begins to compute rows again, unless the budget is 0."""
-        self._is_started = True
-        if self._cpu > 0 and any(member.session is not None for member in self._fleet.members.values()):
-            self._begin()
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._thread.ident is None:
-                self._thread.start()
+        if self._cpu > 0:
+            self._thread.start()
 
     def call_off(self) -> None:
         """Ends the thread; never raises, and does nothing in a forked child."""
         if not self._fleet.owner.is_here:
             return
         self._is_over.set()
-        self._ring()
+        self._taps.bell.ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
 
     def close(self) -> None:
         """Closes what the audit owns, once it is called off; never raises."""
         if self._fleet.owner.is_here and not self._thread.is_alive():
-            with self._lock:
-                bell, self._bell = self._bell, -1
-                # Their channels go with the client.
-                self._taps.clear()
-            if bell >= 0:
-                os.close(bell)
             self._twin.close()
             self._third.close()
 
@@ -150,12 +210,14 @@ class Audit:
         `failure` says what keeps rows of all workers from being computed again, empty where nothing
         does.
         """
+        with self._lock:
+            watched = {**{name: _Watched() for name, _ in self._taps.everybody()}, **self._watched}
         workers = {
             name: {
                 "audited_rows": one.audited_rows, "mismatches": one.mismatches, "weights_changed": one.num_changes,
                 "last_good": one.last_good, "skipped": one.skipped,
             }
-            for name, one in list(self._watched.items())
+            for name, one in watched.items()
         }  # fmt: skip
         return {
             "audited_rows": sum(one["audited_rows"] for one in workers.values()),
@@ -169,11 +231,11 @@ class Audit:
             "workers": workers,
         }
 
-    def note_change(self, name: str, layer: int, shard: int, failure: str) -> None:
+    def note_damage(self, damage: WeightsDamaged) -> None:
         """Notes that weights have changed in a worker's memory. Those that could not be loaded
         again, and a second change within a day, take the worker out.
         """
-        now = time.monotonic()
+        name, failure, now = damage.holder.name, damage.failure, time.monotonic()
         with self._lock:
             one = self._of(name)
             one.num_changes += 1
@@ -181,45 +243,23 @@ class Audit:
             while now - one.changes[0] >= DAY_S:
                 one.changes.popleft()
             is_second = len(one.changes) > 1
-        where = f"weights of layer {layer}, shard {shard} changed in the memory of worker {name}"
+        where = f"weights of layer {damage.layer}, shard {damage.shard} changed in the memory of worker {name}"
         if failure:
             log.error("%s and could not be loaded again: %s", where, failure)
-            self._outvote(name, f"{where} and could not be loaded again: {failure}", is_last=is_second)
+            self._outvote(damage, f"{where} and could not be loaded again: {failure}", is_last=is_second)
         elif is_second:
             log.error("%s, for the second time within a day: its memory is bad", where)
-            self._outvote(name, f"{where}, for the second time within a day", is_last=True)
+            self._outvote(damage, f"{where}, for the second time within a day", is_last=True)
         else:
             log.warning("%s; they were loaded again. Answers since they were last summed up may be wrong", where)
+
+    def _outvote(self, damage: WeightsDamaged, reason: str, *, is_last: bool) -> None:
+        self._events.happen(damage.holder, Happening.OUTVOTED, reason, attempt=damage.attempt, is_last=is_last)
 
     # -- what is seen ------------------------------------------------------------------------------
 
     def _of(self, name: str) -> _Watched:
         return self._watched.setdefault(name, _Watched())
-
-    def _watch(self, name: str, channel: _core.Channel) -> _core.Channel:
-        """Returns a channel to another process that the audit sees."""
-        with self._lock:
-            one = self._of(name)
-            tap = self._taps.get(name)
-            if tap is None:
-                tap = self._taps[name] = _core.Tap()
-                self._arm(tap, num_skipped=0)
-            elif one.is_out:
-                tap.take()
-            one.is_out = False
-        if self._is_started:
-            self._begin()
-        # The thread has to look at the copies of a worker that was added.
-        self._ring()
-        return _core.make_tapped(channel, tap)
-
-    def _arm(self, tap: _core.Tap, *, num_skipped: int) -> None:
-        tap.arm(num_skipped, BURST_EXCHANGES, BURST_BYTES)
-
-    def _ring(self) -> None:
-        with self._lock, suppress(OSError):
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -251,33 +291,27 @@ class Audit:
     def _await_copies(self) -> None:
         """Sleeps until an exchange was copied, and takes the rows of all that are there."""
         poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
-        with self._lock:
-            taps = list(self._taps.items())
+        bell, taps = self._taps.bell, self._taps.everybody()
+        poller.register(bell.fileno(), select.POLLIN)
         for _, tap in taps:
             poller.register(tap.fileno(), select.POLLIN)
         # Nothing but a copy or the end has to wake this thread.
         awoken = {descriptor for descriptor, _ in poller.poll()}
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+        bell.hush()
         for name, tap in taps:
             if tap.fileno() in awoken:
                 self._take(name, tap)
 
     def _take(self, name: str, tap: _core.Tap) -> None:
-        # This is read before the copies are taken: once it is false, only answers of the process
-        # that took the worker's place are there.
-        with self._lock:
-            is_out = self._of(name).is_out
-        copied = tap.take()
-        for request, reply in () if is_out else copied:
+        by, copied = self._taps.copies(name)
+        for request, reply in copied:
             first = self._rng.randrange(1 << 16)
             with self._dropping(name):
-                self._rows.extend((name, row) for row in self._rows_of(request, reply, first))
+                self._rows.extend((by, row) for row in self._rows_of(request, reply, first))
         # A worker that dies, or an attempt that another one has overtaken, never answers some of
         # what was sent. So what was sent counts, and not what came back.
         if tap.is_spent:
-            self._arm(tap, num_skipped=self._rng.randrange(MOST_SKIPPED))
+            arm(tap, num_skipped=self._rng.randrange(MOST_SKIPPED))
 
     def _rows_of(self, request: bytes, reply: bytes, first: int) -> Iterator[ExchangedRow]:
         yield from exchanged_rows(request, reply, first=first, at_most=ROWS_OF_AN_EXCHANGE)
@@ -287,14 +321,16 @@ class Audit:
         with suppress(IndexError):
             golden = self._fleet.shards.golden.unproven.popleft()
             with self._dropping(golden.holder):
-                self._audit(golden.holder, golden.held, golden.question, golden.reply)
+                member = self._fleet.members.get(golden.holder)
+                if member is not None:  # else it was removed meanwhile
+                    self._audit(Answerer.now(member), golden.held, golden.question, golden.reply)
             return True
         with suppress(IndexError):
-            name, row = self._rows.popleft()
-            with self._dropping(name):
-                held = self._shard_of(name, row.layer, row.shard)
+            by, row = self._rows.popleft()
+            with self._dropping(by.holder.name):
+                held = self._shard_of(by.holder.name, row.layer, row.shard)
                 if held is not None:
-                    self._audit(name, held, row.question, row.answer)
+                    self._audit(by, held, row.question, row.answer)
             return True
         return False
 
@@ -314,7 +350,8 @@ class Audit:
 
     # -- the verdict -------------------------------------------------------------------------------
 
-    def _audit(self, name: str, held: HeldShard, question: RowQuestion, answer: bytes) -> None:
+    def _audit(self, by: Answerer, held: HeldShard, question: RowQuestion, answer: bytes) -> None:
+        name = by.holder.name
         with self._lock:
             one = self._of(name)
         second = self._second_opinion(name, held, question)
@@ -353,9 +390,9 @@ class Audit:
         since = "it joined" if one.last_good is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_good))
         reason = f"outvoted: {where}: {difference(held, question, answer, second)}, as this host and the reference compute it"
         log.error("audit: worker %s is %s; its answers since %s may be wrong", name, reason, since)
-        one.is_out = True
-        self._forget(name)
-        self._outvote(name, reason)
+        self._taps.take_out(by)
+        self._rows = deque(row for row in self._rows if row[0] != by)
+        self._events.happen(by.holder, Happening.OUTVOTED, reason, attempt=by.attempt)
 
     def _doubt_of_files(self) -> str:
         """Says why this host's files may be others than workers have loaded, empty where not."""
@@ -385,15 +422,6 @@ class Audit:
                 if computed is not None:
                     return computed
         return None
-
-    def _forget(self, name: str) -> None:
-        """Drops what was seen of a worker before it was taken out."""
-        self._rows = deque(row for row in self._rows if row[0] != name)
-        with self._lock:
-            tap = self._taps.get(name)
-            if tap is not None:
-                tap.take()
-                self._arm(tap, num_skipped=0)
 
 
 def _in_words(error: BaseException) -> str:

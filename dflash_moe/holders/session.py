@@ -90,10 +90,12 @@ class HostSession:
         session_id: bytes | None = None,
         socket_buffer_bytes: int | None = None,
         encryption: str = "auto",
+        on_notice: Callable[[WeightsChanged], None] = lambda _notice: None,
     ) -> None:
         """`key` is the shared key, or None where no key file is named; `encryption` is the setting
         of this name. `session_id` is that of a former session with this worker, which ends where
-        the worker still serves it; None takes a fresh one.
+        the worker still serves it; None takes a fresh one. `on_notice` is told of weights that
+        changed in the worker's memory, from whatever thread reads it.
         """
         self.name = name
         self.address = address
@@ -113,8 +115,7 @@ class HostSession:
         # The shards that the worker has loaded in this session, as (layer, shard).
         self._loaded: set[tuple[int, int]] = set()
         self._session_id = session_id or secrets.token_bytes(SESSION_ID_BYTES)
-        # Is told of weights that changed in the worker's memory, from whatever thread reads it.
-        self.on_notice: Callable[[WeightsChanged], None] = lambda _notice: None
+        self._on_notice = on_notice
         self._has_pulse = False
         # The worker was asked to load so many experts in all, and said that it has so many of them.
         self._num_asked = 0
@@ -175,9 +176,7 @@ class HostSession:
             ) from None
 
     def _converse(self, connection: Connection) -> Conversation:
-        conversation = Conversation(self.name, connection, loss=self.loss, quote_log=self._quoted_log)
-        conversation.on_notice = lambda notice: self.on_notice(notice)
-        return conversation
+        return Conversation(self.name, connection, loss=self.loss, quote_log=self._quoted_log, on_notice=self._on_notice)
 
     def greet(
         self,

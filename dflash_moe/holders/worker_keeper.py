@@ -11,19 +11,14 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-import os
-import queue
-import random
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from dflash_moe.config.remedies import brings_workers_back
 from dflash_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -35,17 +30,12 @@ from dflash_moe.errors import (
     WorkerTimeout,
     WorkerUnfit,
 )
-from dflash_moe.holders.kept_worker import KeptWorker, Parting, WorkerState
-from dflash_moe.holders.membership import Event, Happening, Order, RestartPolicy, State, Task
-from dflash_moe.holders.membership import Member as Life
-from dflash_moe.holders.notices import TOLD_TO_STOP
-from dflash_moe.protocol.failures import system_failure
+from dflash_moe.holders.events import HolderEvents, LifeEvent, Notice
+from dflash_moe.holders.holder import TOLD_TO_STOP, Holder, Parting, WorkerState
+from dflash_moe.holders.membership import Event, Happening, Order, State, Task
 
 if TYPE_CHECKING:
-    from dflash_moe.config import Settings
-    from dflash_moe.holders.fleet import Fleet
-    from dflash_moe.holders.member import Member
-    from dflash_moe.placement.held_shards import HeldShard
+    from dflash_moe.holders.placed_experts import PlacedExperts
 
 log = logging.getLogger(__name__)
 
@@ -61,18 +51,23 @@ UNFIT = (CheckpointError, ProtocolError, UnsupportedError, ConfigError, WorkerUn
 class Calls(Protocol):
     """Those who call the workers: a client in this process, or a program next to it."""
 
-    def lose(self, member: Member, reason: str) -> None:
+    def lose(self, member: Holder, reason: str) -> None:
         """Ends or parks the calls that need a worker which is gone. It may know that already."""
 
-    def join(self, member: Member) -> None:
+    def join(self, member: Holder) -> None:
         """Gives a worker that has loaded its shards a data path, so that calls use it again. Raises
         DflashError.
         """
 
-    def losses(self) -> list[tuple[str, str]]:
-        """Returns the workers that calls have given up, with the reason; never raises."""
+    def news(self) -> list[tuple[str, Happening, str]]:
+        """Returns the workers that calls have given up, with the reason, and those that drain and
+        have answered all; never raises.
+        """
 
-    def tell(self, member: Member, life: Life) -> None:
+    def note(self, notice: Notice) -> None:
+        """Does what an event asks for that is nothing for a state machine."""
+
+    def tell(self, member: Holder) -> None:
         """Is told whenever the state of a worker has changed, from the keeper's thread."""
 
     def descriptor(self) -> int:
@@ -83,121 +78,81 @@ def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
 
-def restart_policy(settings: Settings, *, retries_unfit: bool = False) -> RestartPolicy:
-    """Returns the policy that the settings state."""
-    first, longest = settings.restart_backoff_ms
-    return RestartPolicy(
-        (first / 1000, longest / 1000),
-        settings.restart_deaths,
-        settings.restart_window_s,
-        brings_workers_back(settings),
-        retries_unfit,
-    )
-
-
 class WorkerKeeper:
-    """Keeps the workers of a fleet that are other processes. Any thread may call its public
-    methods. `call_off` and `close` end it, and do nothing in a forked child.
+    """Keeps the members of a fleet that are other processes, from their adoption until they are no
+    members any more. Any thread may call its public methods. `call_off` and `close` end it, and do
+    nothing in a forked child.
     """
 
-    def __init__(
-        self, fleet: Fleet, policy: RestartPolicy, calls: Calls, *, rng: random.Random | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._fleet = fleet
-        self._policy = policy
+    def __init__(self, placed: PlacedExperts, calls: Calls, events: HolderEvents) -> None:
+        """`events` are taken by this object's thread, and by nobody else; whoever made them closes
+        their bell. Raises DflashError where this process is out of descriptors.
+        """
+        self._placed = placed
+        self._fleet = placed.fleet
         self._calls = calls
-        self._rng = rng or random.Random()
-        self._now = now
-        self._held: Mapping[str, Sequence[HeldShard]] = {}
-        self._kept: dict[str, KeptWorker] = {}
-        self._events: queue.SimpleQueue[tuple[KeptWorker, Event]] = queue.SimpleQueue()
-        # Guards the machines and the bell. The thread that holds it takes it again where it
-        # collects a runtime that nobody closed.
+        self._events = events
+        # Guards the machines. The thread that holds it takes it again where it collects a runtime
+        # that nobody closed.
         self._lock = threading.RLock()
         # Told whenever a worker that is let go is gone, back, or left alone.
         self._changed = threading.Condition(self._lock)
-        try:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError as error:
-            raise system_failure("the bell of the thread that brings workers back could not be made", error) from None
+        events.bell.open("the thread that brings workers back")
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-workers", daemon=True)
 
-    def start(self, held: Mapping[str, Sequence[HeldShard]]) -> None:
-        """Takes the fleet's workers over, which are all loaded and have their data paths. `held`
-        are the shards that each of them loads when it comes back.
-        """
+    def start(self) -> None:
+        """Takes the fleet's workers over, which are all loaded and have their data paths."""
         for member in self._fleet.members.values():
             if member.session is not None:
-                self._adopt(member, held[member.name])
-        if self._kept:
-            self._thread.start()
+                self._adopt(member)
+        self._thread.start()
+        self._events.bell.ring()  # for what was put before it could be heard
 
-    def adopt(self, member: Member, shards: Sequence[HeldShard]) -> None:
+    def adopt(self, member: Holder) -> None:
         """Takes one more worker over, likewise. Raises WorkerLost where the runtime was closed."""
         with self._lock:
             if self._is_over.is_set():
                 raise WorkerLost(f"worker {member.name} is not added: the runtime was closed", worker=member.name)
-            self._adopt(member, shards)
-        if self._thread.ident is None:  # so far, no worker was another process
-            self._thread.start()
-        self.ring()
+            self._adopt(member)
+        self._events.bell.ring()
 
-    def _adopt(self, member: Member, shards: Sequence[HeldShard]) -> None:
-        life = Life(member.name, self._policy, self._rng, member.address.is_started_by_host)
+    def _adopt(self, member: Holder) -> None:
+        member.open_pidfd()
         for what in (Happening.ADDED, Happening.STARTED, Happening.JOINED):
-            life.on(Event(what, life.attempt), self._now())
-        kept = KeptWorker(member, life)
-        kept.open_pidfd()
-        self._calls.tell(member, life)
-        # These are replaced and never changed, so that others may go through the ones they found.
-        self._held = {**self._held, member.name: shards}
-        self._kept = {**self._kept, member.name: kept}
+            member.life.on(Event(what, member.life.attempt), time.monotonic())
+        self._calls.tell(member)
+
+    def _kept(self) -> list[Holder]:
+        return [member for member in self._fleet.members.values() if member.life.state is not State.GONE]
+
+    def _find(self, name: str) -> Holder | None:
+        """Returns a member that is kept, None for all others."""
+        return next((member for member in self._kept() if member.name == name), None)
 
     # -- what others say and ask -------------------------------------------------------------------
-
-    def ring(self) -> None:
-        """Makes the thread look for losses now."""
-        with self._lock, suppress(OSError):
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
-
-    def note_loss(self, name: str, reason: str) -> None:
-        """Says that calls have given a worker up, or that its path cannot be renewed."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            self._post(kept, Event(Happening.LOST, kept.life.attempt, reason))
-
-    def outvote(self, name: str, reason: str, *, is_last: bool = False) -> None:
-        """Says that a worker's numbers are wrong. No answer of it is used any more, and other
-        holders get what it was asked. It is started again once, and compared thoroughly; the next
-        time, or where `is_last`, it is left alone until somebody releases it.
-        """
-        kept = self._kept.get(name)
-        if kept is not None:
-            self._post(kept, Event(Happening.OUTVOTED, kept.life.attempt, reason, is_last=is_last))
 
     def release(self, name: str) -> None:
         """Ends the quarantine of a worker: it is started or dialled again at once. Raises
         ConfigError for a worker that is not in quarantine.
         """
         self._fleet.owner.require_here()
-        kept = self._kept.get(name)
+        kept = self._find(name)
         if kept is None:
-            raise ConfigError(f"release: no worker is named {name!r}; there are {', '.join(self._kept) or 'none'}")
+            there = ", ".join(one.name for one in self._kept()) or "none"
+            raise ConfigError(f"release: no worker is named {name!r}; there are {there}")
         with self._lock:
             state = kept.life.state
         if state is not State.QUARANTINED:
             raise ConfigError(f"release: worker {name} is {state.value} and not quarantined")
-        self._post(kept, Event(Happening.RELEASED))
+        self._events.happen(kept, Happening.RELEASED)
 
     def let_go(self, name: str, parting: Parting, *, is_recycled: bool = False) -> None:
         """Begins to remove a worker of another process, or to start it anew; `await_end` waits for
         what comes of it. Raises ConfigError for one that drains already, and for one that cannot be
         started anew because it is not ready.
         """
-        kept = self._kept[name]
+        kept = self._fleet.members[name]
         with self._lock:
             state = kept.life.state
             if state in (State.DRAINING, State.GONE):
@@ -205,7 +160,7 @@ class WorkerKeeper:
             if is_recycled and state is not State.READY:
                 raise ConfigError(f"worker {name} is {state.value} and not ready{_because(kept.life.reason)}")
             kept.parting = parting
-        self._post(kept, Event(Happening.RECYCLED if is_recycled else Happening.REMOVED))
+        self._events.happen(kept, Happening.RECYCLED if is_recycled else Happening.REMOVED)
 
     def await_end(self, name: str, seconds: float) -> WorkerState | None:
         """Waits until a worker that is let go is no member any more, and returns None, or until it
@@ -215,49 +170,37 @@ class WorkerKeeper:
         until = time.monotonic() + seconds
         with self._changed:
             while not self._is_over.is_set():
-                kept = self._kept.get(name)
+                kept = self._fleet.members.get(name)
                 if kept is None:
                     return None
                 if kept.parting is None:
-                    return kept.stands(self._now())
+                    return kept.stands(time.monotonic())
                 if not self._changed.wait(until - time.monotonic()):
                     raise WorkerTimeout(f"worker {name} is {kept.life.state.value} after {seconds:g} s", worker=name)
         raise DflashError(f"the runtime was closed while worker {name} was let go")
 
-    def note_idle(self, name: str) -> None:
-        """Says that a worker which drains has nothing in flight any more."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            self._post(kept, Event(Happening.DRAINED, kept.life.attempt))
-
     def states(self) -> list[WorkerState]:
         """Returns how every member stands, those inside this process too."""
         self._fleet.owner.require_here()
-        self.ring()
-        now = self._now()
-        found = []
-        for name in self._fleet.members:
-            kept = self._kept.get(name)
-            if kept is None:
-                found.append(WorkerState(name, State.READY.value, "", 0.0, 0, None))
-                continue
-            with self._lock:
-                found.append(kept.stands(now))
-        return found
+        self._events.bell.ring()
+        now = time.monotonic()
+        with self._lock:
+            return [member.stands(now) for member in self._fleet.members.values()]
 
     def remedy_of(self, name: str) -> str:
         """Returns a clause that says what is done about a worker that was lost."""
-        kept = self._kept.get(name)
+        kept = self._find(name)
         if kept is None or self._is_over.is_set():
             return "start the runtime anew"
         with self._lock:
             state, reason, is_coming = kept.life.state, kept.life.reason, kept.life.is_coming
-        if state is State.READY and self._policy.is_on:
+        is_on = kept.life.policy.is_on
+        if state is State.READY and is_on:
             is_coming = True  # the loss has not been noticed yet
-        if not is_coming or not self._policy.is_on:
+        if not is_coming or not is_on:
             # A reason may quote a log, which the error that this becomes part of does too.
             sentence = reason.partition("\n")[0].removesuffix("; last lines of its log:")
-            why = f" ({sentence})" if state is State.QUARANTINED and self._policy.is_on else ""
+            why = f" ({sentence})" if state is State.QUARANTINED and is_on else ""
             return f"it is left alone{why}: runtime.release({name!r}) starts it again"
         if kept.life.is_started_by_host:
             return "it is being started again, and calls that need it work once it has loaded"
@@ -276,28 +219,24 @@ class WorkerKeeper:
             self._changed.notify_all()
         if not self._thread.is_alive():  # never started
             return
-        self.ring()
+        self._events.bell.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
         deadline = time.monotonic() + STOP_S
-        for kept in self._kept.values():
+        for kept in self._kept():
             self._cut_short(kept, kept.errand, deadline)
 
     def close(self) -> None:
         """Closes what the keeper owns; never raises."""
         if not self._fleet.owner.is_here:
             return
-        with self._lock:
-            bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
-        for kept in self._kept.values():
+        for kept in self._kept():
             kept.close_pidfd()
 
-    def _cut_short(self, kept: KeptWorker, errand: threading.Thread | None, deadline: float) -> None:
+    def _cut_short(self, kept: Holder, errand: threading.Thread | None, deadline: float) -> None:
         """Ends what is under way for a worker, by ending the worker itself."""
         while errand is not None and errand.is_alive() and time.monotonic() < deadline:
-            session = kept.member.session
+            session = kept.session
             if session is not None:
                 session.kill()
                 session.hang_up()
@@ -312,40 +251,40 @@ class WorkerKeeper:
             try:
                 self._sleep()
                 self._take_events()
-                self._take_losses()
+                self._take_news()
                 self._take_due()
             except Exception:
                 if self._is_over.is_set():
                     return
                 log.exception("the keeper of workers failed, and goes on")
                 self._is_over.wait(HANG_UP_EVERY_S)
+                self._events.bell.ring()  # for what waits behind the event that failed
 
     def _sleep(self) -> None:
         """Sleeps until something happens. Processes that ended become losses here."""
         poller = select.poll()
-        watched: dict[int, KeptWorker] = {}
-        for descriptor in (self._bell, self._calls.descriptor()):
+        watched: dict[int, Holder] = {}
+        for descriptor in (self._events.bell.fileno(), self._calls.descriptor()):
             if descriptor >= 0:
                 poller.register(descriptor, select.POLLIN)
-        for kept in self._kept.values():
-            if not kept.life.serves or kept.member.session is None:
+        for kept in self._kept():
+            if not kept.life.serves or kept.session is None:
                 continue
-            control = kept.member.session.fileno()
+            control = kept.session.fileno()
             for descriptor, events in ((control, select.POLLRDHUP | select.POLLIN), (kept.pidfd, select.POLLIN)):
                 if descriptor >= 0:
                     watched[descriptor] = kept
                     poller.register(descriptor, events)
         # Nothing but an event or the next try has to wake this thread.
         awoken = poller.poll(self._until_next_look())
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+        self._events.bell.hush()
         gone = set()
         for descriptor, events in awoken:
             kept_one = watched.get(descriptor)
             if kept_one is None:
                 continue
-            if events == select.POLLIN and descriptor != kept_one.pidfd and kept_one.member.session is not None:
-                kept_one.member.session.take_notices()
+            if events == select.POLLIN and descriptor != kept_one.pidfd and kept_one.session is not None:
+                kept_one.session.take_notices()
             else:
                 gone.add(kept_one)
         for kept in gone:
@@ -355,49 +294,48 @@ class WorkerKeeper:
         """Returns the milliseconds until a worker is tried again or must have drained, None where
         none waits.
         """
-        looks = [at for kept in self._kept.values() if (at := kept.next_look()) is not None]
-        return max(0.0, min(looks) - self._now()) * 1000 + 1 if looks else None
+        looks = [at for kept in self._kept() if (at := kept.next_look()) is not None]
+        return max(0.0, min(looks) - time.monotonic()) * 1000 + 1 if looks else None
 
     def _take_events(self) -> None:
-        while not self._events.empty():
-            self._handle(*self._events.get_nowait())
+        for happened in self._events.take():
+            if isinstance(happened, LifeEvent):
+                self._handle(happened.holder, happened.event)
+            else:
+                self._calls.note(happened)
 
-    def _take_losses(self) -> None:
-        for name, reason in self._calls.losses():
-            kept = self._kept.get(name)
+    def _take_news(self) -> None:
+        for name, what, reason in self._calls.news():
+            kept = self._find(name)
             if kept is not None and kept.life.serves:
-                self._handle(kept, Event(Happening.LOST, kept.life.attempt, reason))
+                self._handle(kept, Event(what, kept.life.attempt, reason))
 
     def _take_due(self) -> None:
-        for kept in self._kept.values():
+        for kept in self._kept():
             due = kept.next_look()
-            if due is None or self._now() < due:
+            if due is None or time.monotonic() < due:
                 continue
             what = Happening.DUE if kept.life.state is State.WAITING else Happening.DRAINED
             self._handle(kept, Event(what, kept.life.attempt))
 
-    def _post(self, kept: KeptWorker, event: Event) -> None:
-        self._events.put((kept, event))
-        self.ring()
-
-    def _handle(self, kept: KeptWorker, event: Event) -> None:
-        session = kept.member.session
+    def _handle(self, kept: Holder, event: Event) -> None:
+        session = kept.session
         if event.what is Happening.LOST and kept.life.serves and session is not None and session.has_left():
             event = replace(event, reason=TOLD_TO_STOP)
         with self._lock:
             before = kept.life.state
-            orders = kept.life.on(event, self._now())
+            orders = kept.life.on(event, time.monotonic())
             after = kept.life.state
         if before is not after:
             self._on_change(kept, before)
         for order in orders:
             if order.task is Task.DRAIN and kept.parting is not None:
-                kept.drained_by = self._now() + kept.parting.drain_s
+                kept.drained_by = time.monotonic() + kept.parting.drain_s
             if order.task in (Task.START, Task.JOIN, Task.END) and not self._is_over.is_set():
                 self._begin(kept, order)
 
-    def _on_change(self, kept: KeptWorker, before: State) -> None:
-        life, member = kept.life, kept.member
+    def _on_change(self, kept: Holder, before: State) -> None:
+        life, member = kept.life, kept
         if before is State.DRAINING:
             kept.close_pidfd()
         if life.state is State.READY:
@@ -415,27 +353,25 @@ class WorkerKeeper:
             log.info("worker %s is quarantined: %s", member.name, life.reason)
         elif life.state is State.LOST:
             log.info("worker %s is not back yet: %s", member.name, life.reason)
-        self._calls.tell(member, life)
+        self._calls.tell(member)
         if kept.parting is not None and (life.state in (State.READY, State.QUARANTINED)):
             with self._changed:
                 kept.parting = None
                 self._changed.notify_all()
 
-    def _dismiss(self, kept: KeptWorker) -> None:
+    def _dismiss(self, kept: Holder) -> None:
         """Forgets a worker that is no member any more."""
         kept.close_pidfd()
         if kept.parting is not None:
-            kept.parting.gone(kept.member)
+            kept.parting.gone(kept)
         with self._changed:
-            self._kept = {name: other for name, other in self._kept.items() if other is not kept}
-            self._held = {name: shards for name, shards in self._held.items() if name in self._kept}
             self._changed.notify_all()
 
     # -- what takes time ---------------------------------------------------------------------------
 
-    def _begin(self, kept: KeptWorker, order: Order) -> None:
+    def _begin(self, kept: Holder, order: Order) -> None:
         former = kept.errand
-        name = f"dflash-{order.task.value}-{kept.member.name}"
+        name = f"dflash-{order.task.value}-{kept.name}"
         kept.errand = threading.Thread(target=self._run_errand, args=(kept, order, former), name=name, daemon=True)
         try:
             kept.errand.start()
@@ -445,44 +381,43 @@ class WorkerKeeper:
                 self._run_errand(kept, order, former)
                 return
             reason = f"this process cannot start a thread for it: {error}"
-            self._post(kept, Event(Happening.FAILED, order.attempt, reason, is_death=False))
+            self._events.happen(kept, Happening.FAILED, reason, attempt=order.attempt, is_death=False)
 
-    def _run_errand(self, kept: KeptWorker, order: Order, former: threading.Thread | None) -> None:
-        member = kept.member
+    def _run_errand(self, kept: Holder, order: Order, former: threading.Thread | None) -> None:
+        reason, is_death = "", True
         try:
-            steps: dict[Task, Callable[[KeptWorker], Happening]] = {
+            steps: dict[Task, Callable[[Holder], Happening]] = {
                 Task.START: self._start, Task.JOIN: self._join, Task.END: partial(self._end, former),
             }  # fmt: skip
-            event = Event(steps[order.task](kept), order.attempt)
+            what = steps[order.task](kept)
         except UNFIT as error:
-            event = Event(Happening.UNFIT, order.attempt, str(error))
+            what, reason = Happening.UNFIT, str(error)
         except (WorkerLost, WorkerTimeout) as error:
-            event = Event(Happening.FAILED, order.attempt, str(error))
+            what, reason = Happening.FAILED, str(error)
         except DflashError as error:
             # It is busy with another host, or this process lacks something, such as descriptors.
+            what, reason = Happening.FAILED, str(error)
             is_death = isinstance(error, WorkerError) and order.task is Task.JOIN
-            event = Event(Happening.FAILED, order.attempt, str(error), is_death=is_death)
         except Exception as error:
-            log.exception("worker %s: %s came to nothing", member.name, order.task.value)
-            event = Event(Happening.FAILED, order.attempt, f"{type(error).__name__}: {error}")
-        self._post(kept, event)
+            log.exception("worker %s: %s came to nothing", kept.name, order.task.value)
+            what, reason = Happening.FAILED, f"{type(error).__name__}: {error}"
+        self._events.happen(kept, what, reason, attempt=order.attempt, is_death=is_death)
 
-    def _start(self, kept: KeptWorker) -> Happening:
-        self._fleet.start_again(kept.member)
+    def _start(self, kept: Holder) -> Happening:
+        self._fleet.start_again(kept)
         return Happening.STARTED
 
-    def _join(self, kept: KeptWorker) -> Happening:
-        kept.member.is_doubted = kept.life.num_outvoted > 0
-        self._fleet.load_again(kept.member, self._held[kept.member.name])
-        self._calls.join(kept.member)
-        kept.member.last_exit = ""
+    def _join(self, kept: Holder) -> Happening:
+        self._fleet.load_again(kept, self._placed.held[kept.name])
+        self._calls.join(kept)
+        kept.last_exit = ""
         return Happening.JOINED
 
-    def _end(self, former: threading.Thread | None, kept: KeptWorker) -> Happening:
+    def _end(self, former: threading.Thread | None, kept: Holder) -> Happening:
         self._cut_short(kept, former, time.monotonic() + STOP_S)
         if kept.life.state is State.DRAINING and kept.parting is not None:
-            kept.parting.end(kept.member)
-            self._fleet.dismiss(kept.member)
+            kept.parting.end(kept)
+            self._fleet.dismiss(kept)
         else:
-            self._fleet.end_member(kept.member)
+            self._fleet.end_member(kept)
         return Happening.ENDED

@@ -53,6 +53,11 @@ class DeviceChoice:
         """True of a real card, whose weights take nothing of the machine's memory."""
         return self.backend not in COMPUTED_BY_PROCESSOR
 
+    @property
+    def name(self) -> str:
+        """The device as the topology writes it: cpu, cuda:N, hip:N or sim:N."""
+        return self.backend if self.is_processor else f"{self.backend}:{self.device}"
+
 
 def open_device(choice: DeviceChoice, *, threads: int, name: str) -> _core.BackendDevice | None:
     """Opens the device of the worker called `name`; returns None where the processor computes. The

@@ -252,6 +252,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "call self._call.result": "bounded: the core's call is done at this point, so it answers at once",
         "call call.result": "bounded: the core's call is done at this point, so it answers at once",
     },
+    "dflash_moe/holders/events.py": {
+        "lock self._lock": "bounded: held over one write to, or read of, a non-blocking bell, or the take of its descriptor",
+    },
     "dflash_moe/holders/fleet.py": {
         "call future.exception": "bounded: asked of futures that wait() has said are done",
         "call session.connect": "bounded: takes timeout_s, the start's limit, as its argument",
@@ -284,12 +287,12 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/holders/elastic.py": {
         "lock self._lock": "bounded: held over changes of tables and calls of the client, whose turn comes within a tick",
     },
-    "dflash_moe/holders/kept_worker.py": {
+    "dflash_moe/holders/holder.py": {
         "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
     },
     "dflash_moe/holders/row_audit.py": {
         "call poller.poll": "bounded: it waits for copies for as long as its runtime lives; call_off() rings the same bell",
-        "lock self._lock": "bounded: held over a table of workers, a tap's own short lock, or a non-blocking bell",
+        "lock self._lock": "bounded: held over a table of workers or a tap's own short lock",
     },
     "dflash_moe/holders/audit/golden.py": {
         "lock self._computing_lock": "bounded: held while one row is computed, which loads the row's few experts",
@@ -304,7 +307,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock self._lock": "bounded: held over the fields of a worker and the start of a thread; nothing in it waits",
     },
     "dflash_moe/holders/worker_keeper.py": {
-        "lock self._lock": "bounded: held over a state machine's step, reads of it, or a non-blocking bell; none of them waits",
+        "lock self._lock": "bounded: held over a state machine's step, reads of it, or what the client is told of a newcomer",
     },
     "dflash_moe/telemetry/logs.py": {
         "lock self._lock": "bounded: held over a read of at most 4 KiB of memory, or the close of its descriptor",

@@ -310,7 +310,7 @@ def test_a_mode_that_cannot_be_had_leaves_the_former_one_in_force_and_calls_go_o
         raise ConfigError("no room")
 
     runtime.set_mode("batched", dtype="f32", reply_dtype="f32")
-    for owner, step in ((runtime._placed, "plan_slots"), (runtime._keeper, "_retire")):
+    for owner, step in ((runtime._placed, "plan_slots"), (runtime._parts.paths, "_retire")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, step, refuse)
             with pytest.raises(ConfigError, match="no room"):

@@ -289,7 +289,7 @@ def test_an_interrupt_just_before_the_block_leaves_the_runtime_usable(
     right = expected(steps_spec, 2)
     with start(steps_spec) as runtime:
         loop = Loop(runtime)
-        replay: Any = runtime._replay
+        replay: Any = runtime._calls._replay
         real = replay._count
 
         def interrupted(name: str) -> None:

@@ -25,7 +25,7 @@ import pytest
 from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.holders.fleet import Fleet
-from dflash_moe.holders.kept_worker import WorkerState
+from dflash_moe.holders.holder import WorkerState
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec

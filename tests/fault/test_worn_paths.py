@@ -51,7 +51,7 @@ def with_worn_paths(spec: ModelSpec) -> Iterator[ExpertRuntime]:
 def retire(runtime: ExpertRuntime) -> None:
     """As a change of mode does with the first worker's path."""
     runtime._client.retire_path(0, "the test renews it")
-    runtime._keeper._begin_to_renew(0, "the test renews it")
+    runtime._parts.paths._begin_to_renew(0, "the test renews it")
 
 
 def path_of(runtime: ExpertRuntime, worker: str) -> str:

@@ -130,7 +130,9 @@ def _run(
         raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some to the workers")
     require_whole_layers(known.tensors, left)
     proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
-    placed = PlacedExperts(known.spec, topology, resolve_settings(topology.stated_settings, **overrides))
+    settings = resolve_settings(topology.stated_settings, **overrides)
+    # Nobody can release a worker here.
+    placed = PlacedExperts(known.spec, topology, settings, retries_unfit=True)
     files = OpenFiles(_files_of(path, flags))
     override = override_for(known.tensors, names, may_be_local=allow_local) if library else ""
     if json_out is not None and json_out.is_file():

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dflash_moe.holders.membership import JITTER, Event, Happening, Member, Order, RestartPolicy, State, Task
+from dflash_moe.holders.membership import JITTER, Event, Happening, Life, Order, RestartPolicy, State, Task
 
 POLICY = RestartPolicy(backoff_s=(0.1, 5.0), deaths=5, window_s=60.0)
 # The states in which a task may be ordered. END comes with a loss and with a removal.
@@ -40,7 +40,7 @@ class Executor(RuleBasedStateMachine):
 
     @initialize(is_started_by_host=st.booleans(), seed=st.integers(0, 2**32))
     def add(self, is_started_by_host: bool, seed: int) -> None:
-        self.member = Member("w0", POLICY, random.Random(seed), is_started_by_host)
+        self.member = Life("w0", POLICY, random.Random(seed), is_started_by_host)
         self.say(Happening.ADDED)
 
     def say(self, what: Happening, attempt: int | None = None, *, is_death: bool = True) -> None:
@@ -156,24 +156,24 @@ Executor.TestCase.settings = settings(max_examples=200, stateful_step_count=60, 
 TestExecutor = Executor.TestCase
 
 
-def fresh(*, is_started_by_host: bool = True, policy: RestartPolicy = POLICY) -> Member:
-    member = Member("w0", policy, random.Random(1), is_started_by_host)
+def fresh(*, is_started_by_host: bool = True, policy: RestartPolicy = POLICY) -> Life:
+    member = Life("w0", policy, random.Random(1), is_started_by_host)
     assert member.on(Event(Happening.ADDED), 0.0) == [Order(Task.START, 1)]
     return member
 
 
-def make_ready(member: Member, now: float) -> None:
+def make_ready(member: Life, now: float) -> None:
     assert member.on(Event(Happening.STARTED, member.attempt), now) == [Order(Task.JOIN, member.attempt)]
     assert member.on(Event(Happening.JOINED, member.attempt), now) == []
     assert member.state is State.READY
 
 
-def lose(member: Member, now: float) -> list[Order]:
+def lose(member: Life, now: float) -> list[Order]:
     assert member.on(Event(Happening.LOST, member.attempt, "hung up"), now) == [Order(Task.END, member.attempt)]
     return member.on(Event(Happening.ENDED, member.attempt), now)
 
 
-def start_again(member: Member) -> float:
+def start_again(member: Life) -> float:
     now = member.next_try
     assert member.on(Event(Happening.DUE), now) == [Order(Task.START, member.attempt)]
     return now
@@ -195,7 +195,7 @@ def test_members_that_died_together_do_not_come_back_together() -> None:
     rng = random.Random(3)
     tries = set()
     for _ in range(8):
-        member = Member("w", POLICY, rng)
+        member = Life("w", POLICY, rng)
         member.on(Event(Happening.ADDED), 0.0)
         make_ready(member, 0.0)
         lose(member, 0.0)

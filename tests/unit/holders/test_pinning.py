@@ -10,8 +10,7 @@ import pytest
 
 from dflash_moe.config import Settings
 from dflash_moe.errors import ConfigError
-from dflash_moe.holders.pinning import plan_cpus
-from dflash_moe.holders.threads import thread_plan
+from dflash_moe.holders.threads import plan_cpus, thread_plan
 from dflash_moe.telemetry.cores import Core
 from dflash_moe.topology import Topology
 

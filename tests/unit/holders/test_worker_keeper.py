@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, WorkerError, WorkerLost, WorkerTimeout
-from dflash_moe.holders.kept_worker import Parting
-from dflash_moe.holders.membership import RestartPolicy, State
+from dflash_moe.holders import events
+from dflash_moe.holders.events import HolderEvents, Notice, PathLate
+from dflash_moe.holders.holder import Holder, Parting
+from dflash_moe.holders.membership import Happening, Life, RestartPolicy, State
 from dflash_moe.holders.owner import Owner
 from dflash_moe.holders.worker_keeper import WorkerKeeper
+from dflash_moe.topology.addresses import parse_address
 
 SOON_S = 60.0
 QUICK = RestartPolicy(backoff_s=(0.001, 0.002), deaths=3)
@@ -27,8 +31,10 @@ QUICK = RestartPolicy(backoff_s=(0.001, 0.002), deaths=3)
 class Pretended:
     """A fleet of one worker, and those who call it. `failures` are raised by the next steps."""
 
-    def __init__(self, *, is_started_by_host: bool = True) -> None:
+    def __init__(self, policy: RestartPolicy = QUICK, *, is_started_by_host: bool = True) -> None:
         self.owner = Owner()
+        self.events = HolderEvents()
+        self.notices: list[Notice] = []
         self.done: list[str] = []
         self.failures: list[tuple[str, BaseException]] = []
         self.hung_up = threading.Event()
@@ -36,11 +42,11 @@ class Pretended:
         self.lost: list[tuple[str, str]] = []
         self.told: list[State] = []
         self.has_left = False
-        session = SimpleNamespace(
+        session: Any = SimpleNamespace(
             started=None, fileno=lambda: -1, kill=lambda: None, hang_up=self.hung_up.set, has_left=lambda: self.has_left
         )
-        address = SimpleNamespace(is_started_by_host=is_started_by_host)
-        self.member: Any = SimpleNamespace(name="w0", session=session, address=address, last_exit="")
+        life = Life("w0", policy, random.Random(), is_started_by_host)
+        self.member = Holder("w0", parse_address(None), "shared", "f32-canonical", "packed", life, session=session)
         self.members = {"w0": self.member}
 
     def step(self, name: str) -> None:
@@ -71,14 +77,18 @@ class Pretended:
         self.lost.clear()
         self.step("join")
 
-    def losses(self) -> list[tuple[str, str]]:
-        return list(self.lost)
+    def news(self) -> list[tuple[str, Happening, str]]:
+        return [(name, Happening.LOST, reason) for name, reason in self.lost]
+
+    def note(self, notice: Notice) -> None:
+        self.notices.append(notice)
+        self.step("note")
 
     def descriptor(self) -> int:
         return -1
 
-    def tell(self, _member: Any, life: Any) -> None:
-        self.told.append(life.state)
+    def tell(self, member: Holder) -> None:
+        self.told.append(member.life.state)
 
 
 Keep = Callable[..., WorkerKeeper]
@@ -88,15 +98,17 @@ Keep = Callable[..., WorkerKeeper]
 def keep() -> Iterator[Keep]:
     keepers: list[WorkerKeeper] = []
 
-    def start(pretended: Any, policy: RestartPolicy = QUICK) -> WorkerKeeper:
-        keepers.append(WorkerKeeper(pretended, policy, pretended))
-        keepers[-1].start({"w0": ["its shards"]})  # type: ignore[dict-item]
+    def start(pretended: Pretended) -> WorkerKeeper:
+        placed: Any = SimpleNamespace(fleet=pretended, held={"w0": ["its shards"]})
+        keepers.append(WorkerKeeper(placed, pretended, pretended.events))
+        keepers[-1].start()
         return keepers[-1]
 
     yield start
     for keeper in keepers:
         keeper.call_off()
         keeper.close()
+        keeper._events.bell.close()
 
 
 def wait_for(keeper: WorkerKeeper, state: str) -> None:
@@ -108,7 +120,7 @@ def wait_for(keeper: WorkerKeeper, state: str) -> None:
 
 def lose_and_wait(keeper: WorkerKeeper, pretended: Pretended, state: str = "ready") -> None:
     deaths = keeper.states()[0].deaths
-    keeper.note_loss("w0", "no progress")
+    pretended.events.happen(pretended.member, Happening.LOST, "no progress")
     until = time.monotonic() + SOON_S
     while keeper.states()[0].deaths == deaths:
         assert time.monotonic() < until
@@ -129,7 +141,7 @@ def test_a_loss_that_only_the_calls_know_is_seen_at_the_bell(keep: Keep) -> None
     pretended = Pretended()
     keeper = keep(pretended)
     pretended.lost.append(("w0", "it sent garbage"))
-    keeper.ring()
+    pretended.events.bell.ring()
     wait_for(keeper, "ready")
     until = time.monotonic() + SOON_S
     while "join" not in pretended.done:
@@ -181,7 +193,7 @@ def test_the_end_cuts_short_what_is_under_way(keep: Keep, step: str) -> None:
     pretended = Pretended()
     keeper = keep(pretended)
     pretended.hangs_at = step
-    keeper.note_loss("w0", "no progress")
+    pretended.events.happen(pretended.member, Happening.LOST, "no progress")
     until = time.monotonic() + SOON_S
     while step not in pretended.done:
         assert time.monotonic() < until
@@ -191,13 +203,12 @@ def test_the_end_cuts_short_what_is_under_way(keep: Keep, step: str) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-w0")]
 
 
-def test_a_keeper_without_workers_of_other_processes_has_no_thread(keep: Keep) -> None:
+def test_holders_inside_this_process_are_ready_and_never_brought_back(keep: Keep) -> None:
     pretended = Pretended()
     pretended.member.session = None
     keeper = keep(pretended)
     assert [found.state for found in keeper.states()] == ["ready"]
     assert keeper.remedy_of("w0") == "start the runtime anew"
-    assert not [thread for thread in threading.enumerate() if thread.name == "dflash-workers"]
 
 
 def parting_of(pretended: Pretended, drain_s: float) -> Parting:
@@ -215,13 +226,13 @@ def test_a_worker_that_is_removed_drains_says_goodbye_and_is_forgotten(keep: Kee
     wait_for(keeper, "draining")
     with pytest.raises(ConfigError, match="worker w0 is draining already"):
         keeper.let_go("w0", parting_of(pretended, 0.0))
-    keeper.note_idle("w0")
+    pretended.events.happen(pretended.member, Happening.DRAINED)
     assert keeper.await_end("w0", SOON_S) is None
     assert pretended.done == ["leave", "dismiss", "gone"]
     assert pretended.told[-1] is State.GONE
     assert keeper.states() == []
-    keeper.note_idle("w0")  # it is nobody's any more
-    keeper.note_loss("w0", "hung up")
+    pretended.events.happen(pretended.member, Happening.DRAINED)  # it is nobody's any more
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")
     with pytest.raises(ConfigError, match="no worker is named 'w0'"):
         keeper.release("w0")
 
@@ -235,11 +246,11 @@ def test_the_time_to_drain_ends_by_itself(keep: Keep) -> None:
 
 
 def test_a_recycled_worker_is_ended_and_started_anew_without_a_pause(keep: Keep) -> None:
-    pretended = Pretended()
-    keeper = keep(pretended, RestartPolicy(backoff_s=(3600.0, 3600.0)))
+    pretended = Pretended(RestartPolicy(backoff_s=(3600.0, 3600.0)))
+    keeper = keep(pretended)
     keeper.let_go("w0", parting_of(pretended, 3600.0), is_recycled=True)
     wait_for(keeper, "draining")
-    keeper.note_idle("w0")
+    pretended.events.happen(pretended.member, Happening.DRAINED)
     back = keeper.await_end("w0", SOON_S)
     assert back is not None
     assert (back.state, back.deaths) == ("ready", 0)
@@ -251,7 +262,7 @@ def test_a_worker_lost_while_it_drains_is_ended_at_once(keep: Keep) -> None:
     keeper = keep(pretended)
     keeper.let_go("w0", parting_of(pretended, 3600.0))
     wait_for(keeper, "draining")
-    keeper.note_loss("w0", "hung up")
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")
     assert keeper.await_end("w0", SOON_S) is None
 
 
@@ -269,8 +280,8 @@ def test_a_wait_for_a_worker_that_drains_has_a_limit_and_ends_with_the_keeper(ke
 
 
 def test_a_worker_that_is_not_ready_is_removed_without_a_goodbye(keep: Keep) -> None:
-    pretended = Pretended()
-    keeper = keep(pretended, RestartPolicy(is_on=False))
+    pretended = Pretended(RestartPolicy(is_on=False))
+    keeper = keep(pretended)
     lose_and_wait(keeper, pretended, "quarantined")
     with pytest.raises(ConfigError, match="worker w0 is quarantined and not ready: no progress"):
         keeper.let_go("w0", parting_of(pretended, 0.0), is_recycled=True)
@@ -285,3 +296,50 @@ def test_what_a_worker_said_last_is_the_reason_of_its_loss(keep: Keep) -> None:
     pretended.has_left = True
     lose_and_wait(keeper, pretended)
     assert pretended.done[0] == "lose: it was told to stop"
+
+
+def test_what_is_nothing_for_a_life_goes_to_those_who_call(keep: Keep) -> None:
+    pretended = Pretended()
+    keep(pretended)
+    late = PathLate(pretended.member)
+    pretended.events.note(late)
+    until = time.monotonic() + SOON_S
+    while pretended.notices != [late]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_what_waits_behind_an_event_that_fails_is_taken_all_the_same(keep: Keep) -> None:
+    pretended = Pretended()
+    pretended.failures.append(("note", RuntimeError("of another world")))
+    late = PathLate(pretended.member)
+    pretended.events.note(late)
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")  # which has no attempt yet
+    pretended.events.note(late)
+    keep(pretended)
+    until = time.monotonic() + SOON_S
+    while pretended.notices != [late, late]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_an_event_of_an_earlier_attempt_is_not_held_against_the_latest(keep: Keep) -> None:
+    pretended = Pretended()
+    keeper = keep(pretended)
+    lose_and_wait(keeper, pretended)
+    pretended.events.happen(pretended.member, Happening.OUTVOTED, "wrong numbers", attempt=1)
+    pretended.events.happen(pretended.member, Happening.OUTVOTED, "wrong numbers", attempt=2, is_last=True)
+    wait_for(keeper, "quarantined")
+    assert keeper.states()[0].deaths == 2
+
+
+def test_a_worker_that_tells_of_damage_without_end_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_WAITING", 3)
+    pretended = Pretended()
+    pretended.events.bell.open("the test")
+    for shard in range(10):
+        pretended.events.damage(pretended.member, 0, shard, "")
+    pretended.events.happen(pretended.member, Happening.LOST, "hung up")
+    assert len(list(pretended.events.take())) == 4
+    pretended.events.bell.close()
+    pretended.events.damage(pretended.member, 0, 0, "")  # a bell that is closed is rung in vain

@@ -16,9 +16,9 @@ import pytest
 
 from dflash_moe.cli import options
 from dflash_moe.errors import WorkerTimeout
-from dflash_moe.holders.membership import Event, Happening, RestartPolicy
-from dflash_moe.holders.membership import Member as Life
-from dflash_moe.holders.notices import TOLD_TO_STOP, WorkerNotices, way_of
+from dflash_moe.holders.client_calls import tell_people
+from dflash_moe.holders.holder import TOLD_TO_STOP, Holder
+from dflash_moe.holders.membership import Event, Happening, Life, RestartPolicy
 from dflash_moe.holders.path_keeper import try_to_renew
 from dflash_moe.topology.addresses import Address, parse_address
 
@@ -30,10 +30,9 @@ class Told:
     """A worker's life, of which every change is told."""
 
     def __init__(self, address: Address = FAR, *, transport: str = "tcp", deaths: int = 5) -> None:
-        session = SimpleNamespace(is_encrypted=True)
-        self.member: Any = SimpleNamespace(name="far", address=address, transport=transport, session=session)
+        session: Any = SimpleNamespace(is_encrypted=True)
         self.life = Life("far", RestartPolicy(deaths=deaths), random.Random(1), address.is_started_by_host)
-        self.notices = WorkerNotices()
+        self.member: Any = Holder("far", address, transport, "f32-canonical", "packed", self.life, session=session)
         self.now = 0.0
 
     def happens(self, *happenings: Happening, reason: str = "") -> None:
@@ -42,7 +41,7 @@ class Told:
             self.now += 10.0  # longer than any pause
             self.life.on(Event(what, self.life.attempt, reason), self.now)
             if self.life.state is not before:
-                self.notices.tell(self.member, self.life)
+                tell_people(self.member)
 
     def starts(self) -> None:
         self.happens(Happening.ADDED, Happening.STARTED, Happening.JOINED)
@@ -112,11 +111,11 @@ def test_one_that_is_removed_is_let_go_and_gone_without_a_warning(said: Any) -> 
 
 def test_the_way_says_whether_tcp_is_encrypted() -> None:
     member = Told().member
-    assert way_of(member) == "TCP, encrypted"
+    assert member.way == "TCP, encrypted"
     member.session.is_encrypted = False
-    assert way_of(member) == "TCP, not encrypted"
+    assert member.way == "TCP, not encrypted"
     member.transport, member.session = "loopback", None
-    assert way_of(member) == "the host's own process"
+    assert member.way == "the host's own process"
 
 
 def test_attempts_to_renew_a_path_are_no_warnings(said: Any, caplog: pytest.LogCaptureFixture) -> None:
