@@ -158,10 +158,10 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
 
-    def step(self, rows: Sequence[StepRows]) -> Any:
+    def begin(self, rows: Sequence[StepRows]) -> Any:
         self.before_step()
         self.steps.append([len(entry.token_ids) for entry in rows])
-        return self._forward.step(rows)
+        return self._forward.begin(rows)
 
 
 Script = Callable[["EngineRun"], None]

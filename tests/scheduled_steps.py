@@ -38,7 +38,7 @@ class BlocksOnly:
     def admit(self, max_tokens: int) -> TokenSequence:
         return TokenSequence(SequenceBlocks(self.blocks), max_tokens)
 
-    def step(self, rows: Sequence[Any]) -> Any:
+    def begin(self, rows: Sequence[Any]) -> Any:
         raise NotImplementedError
 
     def block_hashes(self, max_tokens: int) -> BlockHashes:

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,25 +67,22 @@ class TokenForward:
         return {}
 
     @contextmanager
-    def step(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
+    def begin(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
         planned = StepBlocks()
         try:
             for entry in rows:
                 assert entry.sequence.num_tokens + len(entry.token_ids) <= entry.sequence.max_tokens
                 if not planned.append(entry.sequence.blocks, len(entry.token_ids)):
                     raise OutOfBlocks("too few blocks")
-            self.before(rows)
-            logits = self._compute(rows, planned.pack())
-            self.change(rows, logits)
-            self.num_steps += 1
-            run = RunStep(logits)
-            yield run
+            step = RunStep(partial(self._compute, rows, planned.pack()))
+            yield step
         except BaseException:
             planned.roll_back()
             raise
-        planned.commit(run.kept)
+        planned.commit(step.kept)
 
     def _compute(self, rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
+        self.before(rows)
         pages = self._slots.reshape(-1, BLOCK_TOKENS)
         pages[step.copy_to] = pages[step.copy_from]
         self._slots[step.slots] = [token for entry in rows for token in entry.token_ids]
@@ -92,7 +90,10 @@ class TokenForward:
         for entry, (table, first, count) in zip(rows, step.sequences, strict=True):
             stored = pages[table].reshape(-1)
             found += [logits_after(stored[: first + count - back]) for back in reversed(range(entry.num_logits))]
-        return torch.from_numpy(np.array(found, np.float32).reshape(-1, VOCAB))
+        logits = torch.from_numpy(np.array(found, np.float32).reshape(-1, VOCAB))
+        self.change(rows, logits)
+        self.num_steps += 1
+        return logits
 
 
 def logits_after(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.sampling_state import SamplingState
 from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan, begins_followers
 from dflash_moe.engine.speculate import Speculator
-from dflash_moe.engine.step_run import Outcome, StepRun
+from dflash_moe.engine.step_run import Outcome, StepRun, StepRuns
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, shown
 from dflash_moe.forward.forward import Forward
@@ -70,7 +70,7 @@ class Engine:
         self._unasked: list[Request] = []
         # Those of requests that have ended since the latest exchange, which are dropped together.
         self._unwanted: list[Hashable] = []
-        self._steps = StepRun(forward, self._masks)
+        self._steps = StepRuns(forward, self._masks)
         self._stats = EngineStats()
         self._length_warning = LengthWarning(forward)
         self._door = EngineDoor(settings.max_queue, lock)
@@ -207,13 +207,11 @@ class Engine:
         _core.set_canonical_float_mode()  # torch's operators and the sampler make bits here
         error: DflashError = RequestCancelled("the engine was closed before the request had ended")
         try:
-            while True:
-                idle = not self._scheduler.has_work and not self._stopping
-                self._serve(self._exchange(wait=idle))
-                if self._stopping:
-                    break
+            while not self._stopping:
                 if self._scheduler.has_work:
                     self._step()
+                else:
+                    self._deliver(wait=True)
         except BaseException as found:  # noqa: BLE001 - whatever it is, callers must not wait for ever
             log.exception("the engine thread has ended by an error")
             error = found if isinstance(found, DflashError) else EngineError(f"the engine has ended by an error: {found!r}")
@@ -227,7 +225,7 @@ class Engine:
         self._door.refuse(error)
         reason = CANCELLED if isinstance(error, RequestCancelled) else ERROR
         try:
-            self._serve(self._exchange(wait=False))
+            self._deliver(wait=False)
         except Exception:
             log.exception("the last commands of an engine have failed")
         for request in [one for choices in self._open.values() for one in choices]:
@@ -253,8 +251,11 @@ class Engine:
             self._stats.deliver_s += time.perf_counter() - began
         return commands
 
-    def _serve(self, commands: Sequence[Command]) -> None:
-        for command in commands:
+    def _deliver(self, *, wait: bool) -> None:
+        """Hands tokens to their callers, and does what was asked for meanwhile; where `wait` is set
+        and there are no tokens, it waits until something is.
+        """
+        for command in self._exchange(wait=wait):
             if isinstance(command, Submit):
                 self._accept(command.requests)
             elif isinstance(command, Cancel):
@@ -280,31 +281,23 @@ class Engine:
             self._scheduler.add(request)
 
     def _step(self) -> None:
-        """Plans, computes and commits one step."""
+        """The life of a step. Where it fails before its commit nothing has changed but that its
+        requests end.
+        """
         began = time.perf_counter()
-        self._ask_masks()
-        if not self._scheduler.has_work:
-            return
         plan = self._plan()
-        planned = time.perf_counter()
-        self._stats.plan_s += planned - began
-        following: list[StepPlan] = []
-        launched = (lambda: following.append(self._scheduler.plan(ahead=plan))) if self._may_plan_ahead(plan) else None
-        try:
-            outcomes, is_whole, times = self._steps.run(plan, launched)
-        except EngineError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing has changed, and other requests go on
-            self._fail(plan, error)
-            return
-        computed = time.perf_counter()
-        # Before the commit, with which the speculator forgets who has ended.
-        self._observe(plan, outcomes, computed - began)
-        self._commit(plan, outcomes)
-        self._stats.forward_s += times.forward_s
-        self._stats.sample_s += times.sample_s
-        self._stats.commit_s += time.perf_counter() - computed
-        self._ahead = following[0] if following and is_whole else None
+        if plan is not None:
+            try:
+                with self._steps.begin(plan) as step:
+                    step.run()
+                    step.sample(self._plan_ahead)
+            except EngineError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
+                self._fail(plan, error)
+            else:
+                self._commit(step, began)
+        self._deliver(wait=False)
 
     def _observe(self, plan: StepPlan, outcomes: Sequence[Outcome], seconds: float) -> None:
         """Lets the speculator learn from a clean step."""
@@ -332,7 +325,14 @@ class Engine:
         else:
             self._unasked = asked[num_queued:]
 
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> StepPlan | None:
+        """Decides what the next step computes and makes it true but for its rows. None where all
+        requests have ended, because their masks could not be asked for.
+        """
+        began = time.perf_counter()
+        self._ask_masks()
+        if not self._scheduler.has_work:
+            return None
         ahead, self._ahead = self._ahead, None
         plan = None if ahead is None else self._scheduler.revise(ahead)
         if plan is None or not plan.rows:
@@ -345,6 +345,7 @@ class Engine:
             request = admission.request
             self._stats.cached_tokens += len(admission.blocks) * self._forward.blocks.block_tokens
             request.times.scheduled = request.times.scheduled or now
+        self._stats.plan_s += time.perf_counter() - began
         return plan
 
     def _drafts(self) -> dict[Request, Sequence[int]]:
@@ -363,20 +364,28 @@ class Engine:
         found = self._speculator.plan(rows, len(self._scheduler.running), budget)
         return {decoding[key]: drafts for key, drafts in found.items()}
 
-    def _may_plan_ahead(self, plan: StepPlan) -> bool:
-        """Says whether what a step leaves behind is known before its tokens are."""
+    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plans the step behind one that is under way, where what that one leaves is known before
+        its tokens are.
+        """
         sampled = [request for rows in plan.rows for request in rows.sampled]
-        return (
+        is_known = (
             self.settings.plans_ahead
             and not self._speculates
             and not begins_followers(plan)
             and all(request.params.token_mask is None for request in sampled)
         )
+        return self._scheduler.plan(ahead=plan) if is_known else None
 
     # -- the end of a step -------------------------------------------------------------------------
-    def _commit(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> None:
-        """Makes the tokens of a clean step those of its requests."""
-        stats = self._stats
+    def _commit(self, step: StepRun, began: float) -> None:
+        """Makes the tokens of a clean step, which was planned from `began` on, those of its
+        requests.
+        """
+        computed = time.perf_counter()
+        plan, outcomes, stats = step.plan, step.outcomes, self._stats
+        # Before requests end, which the speculator then forgets.
+        self._observe(plan, outcomes, computed - began)
         stats.steps += 1
         stats.batch_sizes[len(plan.rows)] += 1
         got = {outcome.request: outcome for outcome in outcomes}
@@ -393,6 +402,10 @@ class Engine:
         now = time.monotonic()
         for outcome in outcomes:
             self._advance(outcome, now)
+        self._ahead = step.following
+        stats.forward_s += step.forward_s
+        stats.sample_s += step.sample_s
+        stats.commit_s += time.perf_counter() - computed
 
     def _advance(self, outcome: Outcome, now: float) -> None:
         """Gives a request its tokens, as far as it goes on, and its caller too."""

@@ -7,8 +7,11 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import torch
 
 from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.request import Request
@@ -31,14 +34,6 @@ class Outcome:
     error: DflashError | None = None
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """The seconds of a step's parts. The forward pass is the model's, experts included."""
-
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Pick:
     """Row `place` of the logits is sampled for a request, behind `before` drafts of this step."""
@@ -52,6 +47,62 @@ class _Pick:
 
 
 class StepRun:
+    """A step that has begun: `run`, then `sample`, each once."""
+
+    def __init__(self, plan: StepPlan, step: RunStep, sampler: Sampler, masks: MaskThread, began: float) -> None:
+        self.plan = plan
+        self._step, self._sampler, self._masks = step, sampler, masks
+        self._logits: torch.Tensor | None = None
+        # What was sampled, and the plan of the next step, where one was made meanwhile.
+        self.outcomes: list[Outcome] = []
+        self.following: StepPlan | None = None
+        # The seconds of its parts. The forward pass is the model's, experts included.
+        self._began, self.forward_s, self.sample_s = began, 0.0, 0.0
+
+    def run(self) -> None:
+        """Computes the rows of the plan."""
+        self._logits = self._step.run()
+        self.forward_s = time.perf_counter() - self._began
+
+    def sample(self, plan_ahead: Callable[[StepPlan], StepPlan | None]) -> None:
+        """Samples, and judges drafts. `plan_ahead` is called once all work is with the device,
+        before token ids are read back.
+        """
+        picks, sampled = self._launch()
+        following = plan_ahead(self.plan)
+        if sampled is not None:
+            self.outcomes = _judge(picks, sampled)
+        kept = _kept(self.plan, self.outcomes)
+        self._step.keep(kept)
+        # Planned for sequences that have all tokens of this step, drafts aside.
+        if all(count >= rows.count for rows, count in zip(self.plan.rows, kept, strict=True)):
+            self.following = following
+        self.sample_s = time.perf_counter() - self._began - self.forward_s
+
+    def _launch(self) -> tuple[list[_Pick], Sampled | None]:
+        """Starts sampling what is ready, and returns it in the order of the rows that are sampled.
+        What waits for its mask is left out.
+        """
+        logits, self._logits = self._logits, None
+        assert logits is not None
+        picks = _picks(self.plan)
+        masked = [pick.request.key for pick in picks if pick.request.params.token_mask is not None]
+        answers = self._masks.take_all(masked) if masked else {}
+        ready = [pick for pick in picks if pick.request.params.token_mask is None or pick.request.key in answers]
+        if not ready:
+            return [], None
+        places = [pick.place for pick in ready]
+        rows = []
+        for pick in ready:
+            answer = answers.get(pick.request.key)
+            if answer is not None and answer.error is not None:
+                pick.refused.append(answer.error)
+            mask = None if answer is None else answer.allowed
+            rows.append(SampleRow(pick.request.sampling, len(pick.request.tokens) + len(pick.before), pick.before, mask))
+        return ready, self._sampler.launch(logits if places == list(range(len(logits))) else logits[places], rows)
+
+
+class StepRuns:
     """Runs plans over a forward pass."""
 
     def __init__(self, forward: Forward, masks: MaskThread) -> None:
@@ -64,46 +115,14 @@ class StepRun:
         """The bytes that sampling has brought from the device so far."""
         return self._sampler.read_back_bytes
 
-    def run(self, plan: StepPlan, launched: Callable[[], None] | None = None) -> tuple[list[Outcome], bool, StepTimes]:
-        """Computes the rows of a plan that was applied. Returns what was sampled, and whether every
-        sequence has all tokens that were planned, drafts aside. `launched` is called once all work
-        is with the device, before token ids are read back.
-
-        After an error all sequences are as before.
+    @contextmanager
+    def begin(self, plan: StepPlan) -> Iterator[StepRun]:
+        """Opens a block for the step of a plan that was applied. Where the block ends by an error
+        all sequences are as before.
         """
-        times = StepTimes()
         began = time.perf_counter()
-        with self._forward.step([_step_rows(rows) for rows in plan.rows]) as step:
-            times.forward_s = time.perf_counter() - began
-            picks, sampled = self._launch(plan, step)
-            if launched is not None:
-                launched()
-            outcomes = [] if sampled is None else _judge(picks, sampled)
-            kept = _kept(plan, outcomes)
-            step.keep(kept)
-        times.sample_s = time.perf_counter() - began - times.forward_s
-        return outcomes, all(count >= rows.count for rows, count in zip(plan.rows, kept, strict=True)), times
-
-    def _launch(self, plan: StepPlan, step: RunStep) -> tuple[list[_Pick], Sampled | None]:
-        """Starts sampling what is ready, and returns it in the order of the rows that are sampled.
-        What waits for its mask is left out.
-        """
-        picks = _picks(plan)
-        masked = [pick.request.key for pick in picks if pick.request.params.token_mask is not None]
-        answers = self._masks.take_all(masked) if masked else {}
-        ready = [pick for pick in picks if pick.request.params.token_mask is None or pick.request.key in answers]
-        if not ready:
-            return [], None
-        places = [pick.place for pick in ready]
-        logits = step.logits if places == list(range(len(step.logits))) else step.logits[places]
-        rows = []
-        for pick in ready:
-            answer = answers.get(pick.request.key)
-            if answer is not None and answer.error is not None:
-                pick.refused.append(answer.error)
-            mask = None if answer is None else answer.allowed
-            rows.append(SampleRow(pick.request.sampling, len(pick.request.tokens) + len(pick.before), pick.before, mask))
-        return ready, self._sampler.launch(logits, rows)
+        with self._forward.begin([_step_rows(rows) for rows in plan.rows]) as step:
+            yield StepRun(plan, step, self._sampler, self._masks, began)
 
 
 def _step_rows(rows: PlannedRows) -> StepRows:

@@ -6,9 +6,10 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,14 +21,15 @@ from dflash_moe.forward.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.forward.layer_loop import LayerLoop
 from dflash_moe.forward.micro_batches import MicroBatches
 from dflash_moe.forward.paged_cache import PagedCache
-from dflash_moe.forward.residuals import ResidualTap
-from dflash_moe.forward.rotary_tables import RotaryTables, find_rotary_modules
+from dflash_moe.forward.residuals import StreamReader
+from dflash_moe.forward.rotary_tables import RotaryTables, find_rotary_modules, stand_in
 from dflash_moe.forward.sequence import SequenceBlocks
 from dflash_moe.forward.step_blocks import PackedStep, StepBlocks
 from dflash_moe.forward.torch_cache import TorchCache
 from dflash_moe.operators.attention_probe import max_positions
-from dflash_moe.operators.layers.layer_buffers import BufferPool
+from dflash_moe.operators.layer_buffers import BufferPool
 from dflash_moe.operators.notable_positions import notable_positions
+from dflash_moe.operators.step_context import StepContext, computing
 
 _PROCESSOR = torch.device("cpu")
 
@@ -71,15 +73,22 @@ class StepRows:
 
 
 class RunStep:
-    """A step whose forward pass was clean. `logits` are [num_wanted, vocab_size] in float32, those
-    of one entry after the other.
-    """
+    """A step that has begun: `run` computes it, once."""
 
-    __slots__ = ("kept", "logits")
+    __slots__ = ("_compute", "kept")
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._compute: Callable[[], torch.Tensor] | None = compute
         self.kept: Sequence[int] | None = None
+
+    def run(self) -> torch.Tensor:
+        """Returns the logits [num_wanted, vocab_size] in float32, those of one entry after the
+        other.
+        """
+        # What it computes with is not kept until the step ends.
+        compute, self._compute = self._compute, None
+        assert compute is not None
+        return compute()
 
     def keep(self, counts: Sequence[int]) -> None:
         """Says how many of its tokens each entry has from now on, in their order; without it all.
@@ -98,7 +107,7 @@ class Forward(Protocol):
     max_sequences: int
     model: Any
     # Set while somebody looks at the residual stream of the one sequence that there is.
-    residuals: ResidualTap | None
+    residuals: StreamReader | None
 
     @property
     def vocab_size(self) -> int:
@@ -117,9 +126,9 @@ class Forward(Protocol):
         """
         ...
 
-    def step(self, rows: Sequence[StepRows]) -> AbstractContextManager[RunStep]:
-        """Computes the tokens of `rows`; where the block that it opens ends without an error the
-        sequences have them, otherwise all is as before.
+    def begin(self, rows: Sequence[StepRows]) -> AbstractContextManager[RunStep]:
+        """Begins a step that computes the tokens of `rows`; where the block that it opens ends
+        without an error the sequences have them, otherwise all is as before.
         """
         ...
 
@@ -172,13 +181,14 @@ class PackedForward:
         modules = find_rotary_modules(model).values()
         self.rotary = [RotaryTables(module) for module in modules]
         for tables, module in zip(self.rotary, modules, strict=True):
-            module.__dict__["forward"] = tables
+            stand_in(module, tables)
         # Set where the layers are host layers and looping over them gives the model's bits.
         self.loop: LayerLoop | None = None
-        self._buffers: BufferPool | None = None
+        # Set where host layers read the cosines and sines of a step from its buffers.
+        self.buffers: BufferPool | None = None
         # Set where steps may be computed in two halves.
         self.micro_batches: MicroBatches | None = None
-        self.residuals: ResidualTap | None = None
+        self.residuals: StreamReader | None = None
         self.max_positions = max_positions(model.config)
         # Where modules may begin to compute something else.
         self.notable_positions = notable_positions(model.config, max(0, self.max_positions - 1))
@@ -225,15 +235,15 @@ class PackedForward:
             self.micro_batches.close()
 
     def forward(self, rows: Sequence[StepRows]) -> torch.Tensor:
-        """Computes the tokens of `rows` and returns logits as `RunStep` has them. The sequences
-        have the tokens afterwards; on an error nothing has changed. Errors are those of `step`.
+        """Computes the tokens of `rows` and returns the logits of `RunStep.run`. The sequences have
+        the tokens afterwards; on an error nothing has changed. Errors are those of `begin`.
         """
-        with self.step(rows) as run:
-            return run.logits
+        with self.begin(rows) as step:
+            return step.run()
 
     @contextmanager
-    def step(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
-        """As `Forward.step`.
+    def begin(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
+        """As `Forward.begin`.
 
         Errors: OutOfBlocks, ConfigError for tokens beyond a sequence's max_tokens or outside the
         vocabulary, and those of the experts' calls.
@@ -242,12 +252,12 @@ class PackedForward:
         try:
             for entry in rows:
                 self._append(planned, entry)
-            run = RunStep(self._compute(rows, planned.pack()))
-            yield run
+            step = RunStep(partial(self._run, rows, self.context(rows, planned.pack())))
+            yield step
         except BaseException:
             planned.roll_back()
             raise
-        planned.commit(run.kept)
+        planned.commit(step.kept)
 
     @contextmanager
     def standing_at(self, positions: Sequence[int]) -> Iterator[None]:
@@ -260,23 +270,27 @@ class PackedForward:
         finally:
             self._places = None
 
+    def context(self, rows: Sequence[StepRows], step: PackedStep) -> StepContext:
+        """Copies the blocks of a step, and returns what it computes with."""
+        places = self._places
+        return StepContext(
+            step.positions if places is None else places[step.positions],
+            self.cache.begin(step),
+            step.sequences,
+            [(entry.sequence.max_tokens, entry.sequence.num_tokens, len(entry.token_ids)) for entry in rows],
+            None if places is None else int(places[-1]),
+            self.buffers,
+        )
+
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def _compute(self, rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
-        self.cache.begin(step)
-        places, last = None, 0
-        if self._places is not None:
-            step = replace(step, positions=self._places[step.positions])
-            places, last = torch.from_numpy(step.positions), int(self._places[-1])
-        if self.residuals is not None:
-            self.residuals.begin_step(step.positions)
-        lengths = [(entry.sequence.max_tokens, entry.sequence.num_tokens, len(entry.token_ids)) for entry in rows]
-        for tables in self.rotary:
-            tables.begin(lengths, places, last)
+    def _run(self, rows: Sequence[StepRows], step: StepContext) -> torch.Tensor:
+        if self.residuals is not None and step.num_rows:
+            self.residuals.begin(int(step.positions[0]))
         token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
             raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
-        wanted = _wanted_rows(rows, step)
-        if self.micro_batches is None or places is not None:
+        wanted = _wanted_rows(rows)
+        if self.micro_batches is None or step.last_position is not None:
             return self.run_rows(token_ids, step, wanted)
         return self.micro_batches.run(self, token_ids, step, wanted)
 
@@ -285,29 +299,21 @@ class PackedForward:
         """The number of token ids."""
         return int(self.model.config.get_text_config().vocab_size)
 
-    def use_buffers(self, buffers: BufferPool) -> None:
-        """Has each step write its cosines and sines to these buffers, from which host layers read
-        them.
+    def run_rows(self, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor) -> torch.Tensor:
+        """Returns logits [num_wanted, vocab_size] of the rows `wanted`, int64, of a step, or of a
+        half of one. This thread's slot has it meanwhile.
         """
-        self._buffers = buffers
-
-    def run_rows(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
-        """Returns logits [num_wanted, vocab_size] of the rows `wanted`, int64, of what the pages
-        and tables of this thread were told to begin: the whole step, or a half of it as `step`.
-        """
-        if self.residuals is not None:
-            self.residuals.begin_rows(step.positions)
-        if self.loop is not None:
-            return self.loop.run(token_ids, wanted, self.residuals)
-        if self._buffers is not None:
-            self._buffers.of(len(token_ids)).set_tables(*self.rotary[0].cos_sin())
-        positions = torch.from_numpy(step.positions)[None].to(self.device)
-        token_ids, wanted = token_ids.to(self.device), wanted.to(self.device)
-        out = self.model(
-            input_ids=token_ids[None], position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted
-        )
-        logits: torch.Tensor = out.logits[0]
-        return logits.float()
+        with computing(step):
+            if self.loop is not None:
+                return self.loop.run(token_ids, step, wanted, self.residuals)
+            if step.pool is not None:
+                step.buffers.set_tables(*self.rotary[0].cos_sin(step))
+            out = self.model(
+                input_ids=token_ids[None].to(self.device), position_ids=step.position_ids, past_key_values=self.cache,
+                use_cache=True, logits_to_keep=wanted.to(self.device),
+            )  # fmt: skip
+            logits: torch.Tensor = out.logits[0]
+            return logits.float()
 
     def _append(self, planned: StepBlocks, entry: StepRows) -> None:
         sequence, count = entry.sequence, len(entry.token_ids)
@@ -344,10 +350,10 @@ def refuse_beyond(blocks: BlockPool, max_tokens: int) -> None:
         )
 
 
-def _wanted_rows(rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
+def _wanted_rows(rows: Sequence[StepRows]) -> torch.Tensor:
     """Returns the packed rows whose logits are wanted, int64."""
-    ends = step.row_starts[1:].tolist()
-    return torch.tensor(
-        [end - entry.num_logits + place for entry, end in zip(rows, ends, strict=True) for place in range(entry.num_logits)],
-        dtype=torch.int64,
-    )
+    found, end = list[int](), 0
+    for entry in rows:
+        end += len(entry.token_ids)
+        found += range(end - entry.num_logits, end)
+    return torch.tensor(found, dtype=torch.int64)

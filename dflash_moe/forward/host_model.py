@@ -26,7 +26,7 @@ from dflash_moe.forward.rotary_tables import find_rotary_modules
 from dflash_moe.forward.sequence_run import CachedRun, PagedRun, SequenceRun
 from dflash_moe.forward.take_layers import take_layers
 from dflash_moe.forward.torch_model import page_torch_model
-from dflash_moe.integrations.transformers import load_model, route_of, without_experts
+from dflash_moe.integrations.transformers import load_model, without_experts
 from dflash_moe.model.architecture import find_experts, load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.dense_tensors import StoredMatrix, is_plain, stored_latents, stored_matrices
@@ -106,8 +106,7 @@ def open_host(path: str | Path, runtime: ExpertRuntime, *, micro_batches: str | 
         # torch computes it after all, with weights of its own.
         return HostModel(load_model(path, runtime, **options), host.report, None)
     if host.packed is not None:
-        routes = [route_of(module) for module in find_experts(model).values()]
-        host.packed.micro_batches = MicroBatches(micro_batches or settings.micro_batches, runtime, routes)
+        host.packed.micro_batches = MicroBatches(micro_batches or settings.micro_batches, runtime, len(find_experts(model)))
     return host
 
 

@@ -11,38 +11,36 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dflash_moe.forward.residuals import EMBEDDING, ResidualTap
+from dflash_moe.forward.residuals import EMBEDDING, StreamReader
 from dflash_moe.forward.rotary_tables import RotaryTables
 from dflash_moe.operators.layers.blocks import HostLayer
-from dflash_moe.operators.layers.layer_buffers import BufferPool
+from dflash_moe.operators.step_context import StepContext
 
 
 class LayerLoop:
     """The layers of a model with what stands before and behind them."""
 
     def __init__(
-        self, embedding: nn.Module, layers: Sequence[HostLayer], norm: nn.Module, head: nn.Module, buffers: BufferPool,
-        tables: RotaryTables,
-    ) -> None:  # fmt: skip
+        self, embedding: nn.Module, layers: Sequence[HostLayer], norm: nn.Module, head: nn.Module, tables: RotaryTables
+    ) -> None:
         self._embedding, self._norm, self._head = embedding, norm, head
         self.layers = tuple(layers)
-        self.buffers, self._tables = buffers, tables
+        self._tables = tables
 
-    def run(self, token_ids: torch.Tensor, wanted: torch.Tensor, residuals: ResidualTap | None = None) -> torch.Tensor:
-        """Returns logits [num_wanted, vocab_size] of the rows `wanted` of the step that the pages
-        were told to begin; `token_ids` are int64 [num_rows]. `residuals` is shown what enters the
-        first layer and leaves each.
+    def run(
+        self, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor, residuals: StreamReader | None = None
+    ) -> torch.Tensor:
+        """Returns logits [num_wanted, vocab_size] of the rows `wanted` of a step; `token_ids` are
+        int64 [num_rows]. `residuals` is shown what enters the first layer and leaves each.
         """
-        buffers = self.buffers.of(len(token_ids))
-        buffers.set_tables(*self._tables.cos_sin())
+        buffers = step.buffers
+        buffers.set_tables(*self._tables.cos_sin(step))
         buffers.hidden_states.copy_(self._embedding(token_ids))
         if residuals is not None:
-            residuals.see(EMBEDDING, buffers.hidden_states)
+            residuals.see(EMBEDDING, step.positions, buffers.hidden_states)
         for index, layer in enumerate(self.layers):
-            layer.step(buffers)
+            layer.step(step)
             if residuals is not None:
-                residuals.see(index, buffers.hidden_states)
-        rows = buffers.hidden_states[wanted]
-        self.buffers.drop_last()
-        logits: torch.Tensor = self._head(self._norm(rows))
+                residuals.see(index, step.positions, buffers.hidden_states)
+        logits: torch.Tensor = self._head(self._norm(buffers.hidden_states[wanted]))
         return logits

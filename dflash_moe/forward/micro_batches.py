@@ -9,7 +9,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -18,10 +17,7 @@ import torch
 
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.experts.auto import log
-from dflash_moe.forward.half_steps import Cut, choose_cut, halves_of, lengths_of
-from dflash_moe.forward.half_turns import HalfTurns
-from dflash_moe.forward.paged_cache import PagedCache, StepPages, no_order
-from dflash_moe.forward.rotary_tables import RotaryTables
+from dflash_moe.forward.half_steps import Cut, choose_cut, half_of
 from dflash_moe.forward.split_forecast import (
     LEAST_ROWS,
     PREDICTED,
@@ -32,10 +28,8 @@ from dflash_moe.forward.split_forecast import (
     StepTimes,
     size_key,
 )
-from dflash_moe.forward.step_blocks import PackedStep
-from dflash_moe.forward.step_clock import StepClock
 from dflash_moe.forward.two_halves import Half, TwoHalves
-from dflash_moe.integrations.transformers import ExpertRoute
+from dflash_moe.operators.step_context import StepContext
 
 ASKED = ("auto", "1", "2")
 
@@ -43,15 +37,8 @@ ASKED = ("auto", "1", "2")
 class Rows(Protocol):
     """The forward pass of a model over packed rows (`PackedForward`)."""
 
-    cache: PagedCache
-
-    @property
-    def rotary(self) -> Sequence[RotaryTables]:
-        """The stand-ins of all rotary modules."""
-        ...
-
-    def run_rows(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of the rows `wanted` of what this thread was told to compute."""
+    def run_rows(self, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of the rows `wanted` of a step, or of a half of one."""
         ...
 
 
@@ -89,9 +76,9 @@ class MicroBatches:
     `close` ends the second thread, as does dropping the object.
     """
 
-    def __init__(self, asked: str, runtime: Waits, routes: Sequence[ExpertRoute]) -> None:
-        """`asked` is auto, 1 or 2, and `routes` lead to the routed experts of the model's layers.
-        With 2, every step of more than one row that can be cut is.
+    def __init__(self, asked: str, runtime: Waits, num_layers: int) -> None:
+        """`asked` is auto, 1 or 2, and so many layers of the model have routed experts. With 2,
+        every step of more than one row that can be cut is.
 
         Raises ConfigError for another word.
         """
@@ -99,15 +86,12 @@ class MicroBatches:
             raise ConfigError(f"engine.micro_batches is {shown(asked)}; allowed: {', '.join(ASKED)}")
         self.asked = asked
         self._runtime, self._has_remote_experts = runtime, runtime.has_remote_experts
-        self._clock = StepClock()
-        for route in routes:
-            route.clock = self._clock
-        self._halves = TwoHalves(self._clock, lambda: runtime.call_limit_s)
-        self._forecast = SplitForecast(len(routes))
+        self._halves = TwoHalves(lambda: runtime.call_limit_s)
+        self._forecast = SplitForecast(num_layers)
         self._counted = _Counted()
 
-    def run(self, packed: Rows, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
-        """Does what `run_rows` does for a step that has begun. Where a half fails, the other one
+    def run(self, packed: Rows, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor) -> torch.Tensor:
+        """Does what `run_rows` does for a whole step. Where a half fails, the other one
         has ended before its error is raised; errors are those of `run_rows`, and EngineError where
         a half does not end within the limit of calls.
         """
@@ -118,9 +102,8 @@ class MicroBatches:
         cut, context = self._cut(step)
         begun = perf_counter()
         if cut is None:
-            self._clock.begin()
             logits = packed.run_rows(token_ids, step, wanted)
-            times = StepTimes(step.num_rows, perf_counter() - begun, *self._clock.times)
+            times = StepTimes(step.num_rows, perf_counter() - begun, step.clock.awaited_s, step.clock.remote_s)
             if step.num_rows > 0:
                 self._forecast.learn_whole(times, context)
             return logits
@@ -147,7 +130,7 @@ class MicroBatches:
         """Ends the second thread, for which it waits as long as for a call."""
         self._halves.close()
 
-    def _cut(self, step: PackedStep) -> tuple[Cut | None, float]:
+    def _cut(self, step: StepContext) -> tuple[Cut | None, float]:
         """Returns where to cut a step, None where it is computed in one batch, and the average
         number of tokens before its rows.
         """
@@ -178,30 +161,15 @@ class MicroBatches:
         )  # fmt: skip
 
     def _run_halves(
-        self, packed: Rows, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor, cut: Cut
+        self, packed: Rows, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor, cut: Cut
     ) -> torch.Tensor:
-        lengths = [tables.step for tables in packed.rotary]
-        parts = halves_of(step, cut.row)
-
-        def half(part: PackedStep, begin: int, order: Callable[[HalfTurns], Sequence[Callable[[int], None]]]) -> Half:
-            end = begin + part.num_rows
+        def half(number: int, begin: int, end: int) -> Half:
             mine = wanted[(wanted >= begin) & (wanted < end)] - begin
+            return lambda turns: packed.run_rows(token_ids[begin:end], half_of(step, cut, number, turns), mine)
 
-            def compute(turns: HalfTurns) -> torch.Tensor:
-                packed.cache.use(StepPages(part, *order(turns)))
-                for tables, whole in zip(packed.rotary, lengths, strict=True):
-                    tables.begin(lengths_of(whole, begin, end))
-                return packed.run_rows(token_ids[begin:end], part, mine)
-
-            return compute
-
-        is_inside = cut.is_inside
         self._runtime.set_spinning(False)
         try:
-            done = self._halves.run(
-                half(parts[0], 0, lambda turns: (turns.keys_stored,) if is_inside else ()),
-                half(parts[1], cut.row, lambda turns: (no_order, turns.await_keys) if is_inside else ()),
-            )
+            done = self._halves.run(half(0, 0, cut.row), half(1, cut.row, step.num_rows))
         finally:
             self._runtime.set_spinning(True)
         self._counted.split_steps += 1

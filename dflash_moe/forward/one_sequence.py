@@ -22,8 +22,9 @@ from dflash_moe.forward.block_hashes import BlockHashes
 from dflash_moe.forward.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.forward.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond, refuse_length
 from dflash_moe.forward.kv_budget import kv_blocks
-from dflash_moe.forward.residuals import ResidualTap
+from dflash_moe.forward.residuals import StreamReader
 from dflash_moe.forward.sequence import SequenceBlocks
+from dflash_moe.operators.step_context import StepContext, computing
 
 # What a sequence takes is measured with prompts of these lengths.
 _PROBED = (8, 24)
@@ -55,7 +56,7 @@ class OneSequenceForward:
         their blocks. Errors are those of `kv_blocks`.
         """
         self.model = model
-        self.residuals: ResidualTap | None = None
+        self.residuals: StreamReader | None = None
         token_bytes, sequence_bytes = measure_cache(model)
         num_blocks = kv_blocks(kv_memory, max(1, BLOCK_TOKENS * token_bytes + sequence_bytes), free_bytes=free_bytes)
         # What a sequence takes whatever its length may take half of the memory of all sequences
@@ -99,21 +100,21 @@ class OneSequenceForward:
         """As `Forward.close`; it has no threads."""
 
     @contextmanager
-    def step(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
-        """As `Forward.step`, but that a cache cannot be taken back: sequences of a failed step, and
-        those that keep fewer tokens than were computed, begin again from their first token.
+    def begin(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
+        """As `Forward.begin`, but that a cache cannot be taken back: sequences of a failed step,
+        and those that keep fewer tokens than were computed, begin again from their first token.
         """
         sequences = [entry.sequence for entry in rows]
         try:
-            run = RunStep(torch.cat([self._forward(entry) for entry in rows]))
-            yield run
+            step = RunStep(lambda: torch.cat([self._forward(entry) for entry in rows]))
+            yield step
         except BaseException:
             for sequence in sequences:
                 if sequence.blocks.num_reserved:
                     sequence.blocks.unreserve()
                 sequence.release()
             raise
-        kept = [len(entry.token_ids) for entry in rows] if run.kept is None else run.kept
+        kept = [len(entry.token_ids) for entry in rows] if step.kept is None else step.kept
         for entry, sequence, count in zip(rows, sequences, kept, strict=True):
             sequence.blocks.keep(len(entry.token_ids))
             if count < len(entry.token_ids):
@@ -128,13 +129,13 @@ class OneSequenceForward:
         if not all(0 <= token < self.vocab_size for token in entry.token_ids):
             raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
         ids = torch.tensor([list(entry.token_ids)], dtype=torch.int64, device=self.model.device)
-        if self.residuals is not None:
-            positions = np.arange(sequence.num_tokens, sequence.num_tokens + len(entry.token_ids))
-            self.residuals.begin_step(positions)
-            self.residuals.begin_rows(positions)
+        positions = np.arange(sequence.num_tokens, sequence.num_tokens + len(entry.token_ids))
+        if self.residuals is not None and len(positions):
+            self.residuals.begin(int(positions[0]))
         # One row at least, because 0 means all of them to a model.
         wanted = max(1, entry.num_logits)
-        out = self.model(input_ids=ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=wanted)
+        with computing(StepContext(positions, ids.new_empty(0), (), ())):
+            out = self.model(input_ids=ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=wanted)
         sequence.cache = out.past_key_values
         logits: torch.Tensor = out.logits[0, -wanted:].float()
         return logits[wanted - entry.num_logits :]

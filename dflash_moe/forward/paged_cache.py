@@ -6,8 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,38 +16,12 @@ from dflash_moe.forward.kv_budget import KvShape
 from dflash_moe.forward.step_blocks import PackedStep
 from dflash_moe.operators.looks import StepCache
 from dflash_moe.operators.paged_attention import append
-
-
-def no_order(_layer: int) -> None:
-    """Waits for nobody and tells nobody."""
-
-
-class StepPages:
-    """What a thread computes of a step: all of it, or a half (an `AttentionStep` of
-    operators/paged_attention.py). `keys_stored` and `await_keys` are told each layer's index.
-    """
-
-    __slots__ = ("await_keys", "keys_stored", "plan", "slots")
-
-    def __init__(
-        self, step: PackedStep, keys_stored: Callable[[int], None] = no_order, await_keys: Callable[[int], None] = no_order
-    ) -> None:
-        self.plan = _core.AttentionPlan(step.sequences)
-        self.slots = torch.from_numpy(step.slots)
-        self.keys_stored = keys_stored
-        self.await_keys = await_keys
-
-
-class _OfThread(threading.local):
-    """What one thread computes."""
-
-    step: StepPages | None = None
+from dflash_moe.operators.step_context import running_step
 
 
 class PagedCache(StepCache):
-    """The pages of all layers and the step under way. `begin` gives it a step; each layer then
-    appends once and reads. It is a `Pages` (operators/paged_attention.py). One step at a time; a
-    second thread that computes a half of it is given that by `use`.
+    """The pages of all layers. `begin` prepares them for a step; each layer then appends once and
+    reads. It is a `Pages` (operators/paged_attention.py). One step at a time.
     """
 
     def __init__(self, pool: _core.HostPool, shapes: Sequence[KvShape], num_blocks: int, kv_dtype: str) -> None:
@@ -61,18 +34,13 @@ class PagedCache(StepCache):
         self._layers = [
             _core.KvLayer(num_blocks, shape.num_kv_heads, shape.key_size, shape.value_size, kv_dtype) for shape in shapes
         ]
-        self._own = _OfThread()
 
-    def begin(self, step: PackedStep) -> None:
-        """Copies the blocks of a step in every layer, and has this thread compute all of it."""
+    def begin(self, step: PackedStep) -> torch.Tensor:
+        """Copies the blocks of a step in every layer, and returns the slots of its rows."""
         for copy_from, copy_to in zip(step.copy_from.tolist(), step.copy_to.tolist(), strict=True):
             for layer in self._layers:
                 layer.copy_block(copy_from, copy_to)
-        self.use(StepPages(step))
-
-    def use(self, step: StepPages) -> None:
-        """Has this thread compute these rows of the step that has begun."""
-        self._own.step = step
+        return torch.from_numpy(step.slots)
 
     def layer(self, index: int) -> _core.KvLayer:
         """Returns the pages of a layer."""
@@ -81,13 +49,6 @@ class PagedCache(StepCache):
     def layers_in_order(self) -> Sequence[_core.KvLayer]:
         """Returns the pages of all layers."""
         return self._layers
-
-    @property
-    def step(self) -> StepPages:
-        """What this thread computes."""
-        step = self._own.step
-        assert step is not None
-        return step
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +61,7 @@ class PagedCache(StepCache):
         """Appends keys and values [1, num_kv_heads, num_rows, size] of the step's rows and returns
         them. The latents of MLA come as (latent, rotated part): keys are both, values the first.
         """
-        layer, step = self._layers[layer_idx], self.step
+        layer, step = self._layers[layer_idx], running_step()
         if self._shapes[layer_idx].key_size != key_states.shape[-1]:
             append(layer, step.slots, torch.cat((key_states, value_states), dim=-1), key_states)
         else:

@@ -8,7 +8,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch import nn
 
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.architecture import find_experts
+from dflash_moe.operators.step_context import running_step
 
 # What layer 0 is given has this place in the stream.
 EMBEDDING = -1
@@ -52,45 +52,25 @@ class Tapped(Protocol):
     """A forward pass that can be looked into (`forward/forward.py`)."""
 
     model: Any
-    residuals: ResidualTap | None
+    residuals: StreamReader | None
 
 
-class ResidualTap:
-    """Tells a reader what passes, together with the positions of the rows that each thread
-    computes.
-    """
+def _hook(reader: StreamReader, layers: Sequence[nn.Module]) -> list[Any]:
+    """Has modules show their rows to a reader, and returns the handles that end it."""
 
-    def __init__(self, reader: StreamReader) -> None:
-        self._reader = reader
-        self._here = threading.local()
+    def before(_module: Any, arguments: Any, options: Any) -> None:
+        hidden_states = arguments[0] if arguments else options["hidden_states"]
+        reader.see(EMBEDDING, running_step().positions, _rows(hidden_states))
 
-    def begin_step(self, positions: np.ndarray[Any, Any]) -> None:
-        """Begins a step; the rows are those of one sequence."""
-        if len(positions):
-            self._reader.begin(int(positions[0]))
+    def after(index: int) -> Any:
+        def show(_module: Any, _arguments: Any, output: Any) -> None:
+            hidden_states = output[0] if isinstance(output, tuple) else output
+            reader.see(index, running_step().positions, _rows(hidden_states))
 
-    def begin_rows(self, positions: np.ndarray[Any, Any]) -> None:
-        """Says which rows this thread computes from now on."""
-        self._here.positions = positions
+        return show
 
-    def see(self, layer: int, hidden_states: torch.Tensor) -> None:
-        """Shows the reader rows of this thread."""
-        self._reader.see(layer, self._here.positions, hidden_states)
-
-    def hook(self, layers: Sequence[nn.Module]) -> list[Any]:
-        """Has the modules show their rows, and returns the handles that end it."""
-
-        def before(_module: Any, arguments: Any, options: Any) -> None:
-            self.see(EMBEDDING, _rows(arguments[0] if arguments else options["hidden_states"]))
-
-        def after(index: int) -> Any:
-            def show(_module: Any, _arguments: Any, output: Any) -> None:
-                self.see(index, _rows(output[0] if isinstance(output, tuple) else output))
-
-            return show
-
-        handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-        return handles + [layer.register_forward_hook(after(index)) for index, layer in enumerate(layers)]
+    handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+    return handles + [layer.register_forward_hook(after(index)) for index, layer in enumerate(layers)]
 
 
 def _rows(hidden_states: Any) -> torch.Tensor:
@@ -118,9 +98,8 @@ def residuals_shown(forward: Tapped, reader: StreamReader) -> Iterator[None]:
     """Opens a block in which `reader` sees the residual stream of every step of `forward`, which
     has one sequence. No step may run when the block is opened or left.
     """
-    tap = ResidualTap(reader)
-    handles = tap.hook(decoder_layers(forward.model)) if getattr(forward, "loop", None) is None else []
-    forward.residuals = tap
+    handles = _hook(reader, decoder_layers(forward.model)) if getattr(forward, "loop", None) is None else []
+    forward.residuals = reader
     try:
         yield
     finally:

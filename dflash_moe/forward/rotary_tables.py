@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import nn
+
+from dflash_moe.operators.step_context import StepContext, running_step
 
 # Positions are computed in chunks of this many, always in tensors of the same shape, so that a
 # position's values never depend on how many others are computed with it.
@@ -34,22 +35,8 @@ _FLOAT32 = torch.zeros(1, 1, 1)
 _MAX_DIGESTED = 1 << 12
 
 
-class _OfThread(threading.local):
-    """The sequences of what one thread computes, each as (length at most, first position, number of
-    rows), and the positions of their rows, once a layer asks for them. `places` are positions that
-    follow from no sequence, which ends at position `last`.
-    """
-
-    step: Sequence[tuple[int, int, int]] = ()
-    positions: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    last: int = 0
-
-
 class RotaryTables:
-    """Stands in for the forward of one rotary module. `begin` gives it the sequences of a step, or
-    of the half that a thread computes.
-    """
+    """The tables of one rotary module, whose forward `stand_in` has give them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._pristine = copy.deepcopy(module)
@@ -69,66 +56,47 @@ class RotaryTables:
         # Whether a forward pass has asked for its tables.
         self.is_used = False
         self._shared: dict[tuple[Any, ...], _SharedTables] = {}
-        self._own = _OfThread()
         # Two halves of a step read and extend the same tables.
         self._lock = threading.Lock()
 
-    def begin(self, step: Sequence[tuple[int, int, int]], places: torch.Tensor | None = None, last: int = 0) -> None:
-        """Gives the sequences that this thread computes, each as (length at most, first position,
-        number of rows). In a proof the rows may stand at other `places`, int64 [num_rows], of
-        sequences that end at position `last`.
+    def of(self, step: StepContext, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        """Returns what the module would for each sequence of a step alone, given `x` and what
+        follows positions.
         """
-        self._own.step, self._own.positions = step, None
-        self._own.places, self._own.last = places, last
-        if self.depends_on_length:
-            # Tables of lengths that no sequence of this step has are not kept for ever.
-            lengths = {length for length, _, _ in step}
-            with self._lock:
-                if len(self._chunks) > 4 * CHUNK:
-                    self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
-
-    @property
-    def step(self) -> Sequence[tuple[int, int, int]]:
-        """What `begin` gave this thread."""
-        return self._own.step
-
-    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor | None = None, *arguments: Any, **options: Any) -> Any:
-        """Returns what the module would for each sequence alone. `position_ids` are those of the
-        step and are not read.
-        """
-        del position_ids
         self.is_used = True
-        if self._own.places is not None:
-            tables, is_tuple = self._compute(x, self._own.places, self._own.last, arguments, options)
+        if step.last_position is not None:
+            positions = torch.from_numpy(step.positions)
+            tables, is_tuple = self._compute(x, positions, step.last_position, arguments, options)
             return tables if is_tuple else tables[0]
         with self._lock:
             if self._are_kinds_known and (*arguments, *options.values()) not in self._kinds:
                 # Nobody has looked what these tables depend on, so each length has its own.
                 self._are_kinds_known, self.wants_arguments, self.depends_on_length = False, True, True
             select = self._join_chunks if self.depends_on_length else self._select
-            tables, is_tuple = select(x, arguments, options)
+            tables, is_tuple = select(step, x, arguments, options)
         return tables if is_tuple else tables[0]
 
-    def _select(self, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
+    def _select(self, step: StepContext, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
         key = (x.dtype, arguments, tuple(sorted(options.items())))
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = _SharedTables()
-        needed = max((first + count for _, first, count in self.step), default=0)
+        needed = max((first + count for _, first, count in step.lengths), default=0)
         while shared.num_positions < max(needed, 1):
             shared.append(*self._chunk(x, 0, shared.num_positions // CHUNK, arguments, options))
-        if len(self.step) == 1:
-            _, first, count = self.step[0]
+        if len(step.lengths) == 1:
+            _, first, count = step.lengths[0]
             return tuple(table[:, first : first + count] for table in shared.tables), shared.is_tuple
-        if self._own.positions is None:
-            positions = [position for _, first, count in self.step for position in range(first, first + count)]
-            self._own.positions = torch.tensor(positions, dtype=torch.int64, device=self._device)
-        return tuple(table.index_select(1, self._own.positions) for table in shared.tables), shared.is_tuple
+        return tuple(table.index_select(1, step.position_ids[0]) for table in shared.tables), shared.is_tuple
 
-    def _join_chunks(self, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
+    def _join_chunks(self, step: StepContext, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
+        if len(self._chunks) > 4 * CHUNK:
+            # Tables of lengths that no sequence of this step has are not kept for ever.
+            lengths = {length for length, _, _ in step.lengths}
+            self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
         parts: list[list[torch.Tensor]] = []
         is_tuple = True
-        for length, first, count in self.step:
+        for length, first, count in step.lengths:
             at = first
             while at < first + count:
                 key = (length, at // CHUNK, x.dtype, arguments, tuple(sorted(options.items())))
@@ -142,11 +110,11 @@ class RotaryTables:
         columns = zip(*parts, strict=True)
         return tuple(column[0] if len(parts) == 1 else torch.cat(column, dim=1) for column in columns), is_tuple
 
-    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the cosines and sines of the step in float32, each [num_rows, width]. A module
+    def cos_sin(self, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cosines and sines of a step in float32, each [num_rows, width]. A module
         may give both as one tensor of complex numbers.
         """
-        tables = self(_FLOAT32)
+        tables = self.of(step, _FLOAT32)
         cos, sin = tables if isinstance(tables, tuple) else (tables.real, tables.imag)
         return cos[0], sin[0]
 
@@ -276,3 +244,19 @@ def find_rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
         if buffers and not any(True for _ in module.children()):
             found[name] = module
     return found
+
+
+def stand_in(module: nn.Module, tables: RotaryTables) -> None:
+    """Has the forward of a rotary module give the tables of the step that a thread computes. A
+    model may hold the module in several places and read its attributes, so that it stays and its
+    class changes.
+    """
+
+    def forward(
+        _module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor | None = None, *arguments: Any, **options: Any
+    ) -> Any:
+        del position_ids  # Those of the step.
+        return tables.of(running_step(), x, *arguments, **options)
+
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})

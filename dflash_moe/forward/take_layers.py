@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,14 +22,15 @@ from dflash_moe.forward.step_blocks import StepBlocks
 from dflash_moe.integrations.transformers import ExpertRoute, route_of
 from dflash_moe.model.architecture import find_experts, is_on_interface
 from dflash_moe.operators.attention_probe import AttentionProbe
+from dflash_moe.operators.layer_buffers import BufferPool
 from dflash_moe.operators.layers.block_forms import LayerForms
 from dflash_moe.operators.layers.blocks import HostLayer
-from dflash_moe.operators.layers.layer_buffers import BufferPool
 from dflash_moe.operators.layers.layer_proof import ProbeStep
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.probes import FACTOR
 from dflash_moe.operators.report import Finding, TakeoverReport
+from dflash_moe.operators.step_context import StepContext, computing
 
 if TYPE_CHECKING:
     from dflash_moe.experts.expert_call import BoundExperts
@@ -61,28 +64,23 @@ class _BoundRoute:
         self._module, self._tensors, self._out = module, tensors, out
         self._bound: BoundExperts | None = None
 
-    def run(self) -> None:
+    def run(self, step: StepContext) -> None:
         """Computes the result."""
         route = route_of(self._module)
         if not isinstance(route, ExpertRoute):
             self._out.copy_(route.call(*self._tensors))
             return
-        bound, clock = self._begin(route), route.clock
-        if clock is None:
-            bound.run()
-            return
+        bound, clock = self._begin(route), step.clock
         left_s = clock.leave()
         bound.run()
         clock.enter(left_s)
 
-    def submit(self) -> Callable[[], None]:
+    def submit(self, step: StepContext) -> Callable[[], None]:
         """Starts the call and returns what waits for its end."""
         route = route_of(self._module)
         if not isinstance(route, ExpertRoute):
-            return self.run
-        bound, clock = self._begin(route), route.clock
-        if clock is None:
-            return bound.submit()
+            return lambda: self.run(step)
+        bound, clock = self._begin(route), step.clock
         submitted_s = perf_counter()
         finish = bound.submit()
 
@@ -113,7 +111,7 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
     buffers = BufferPool(packed.dtype)
     experts = {name: _RoutedExperts(module) for name, module in find_experts(model).items()}
     forms = LayerForms(
-        packed.cache.pool, buffers, lambda count: _probe_step(packed, count), experts, packed.dtype,
+        packed.cache.pool, buffers, lambda count: _probe_step(packed, buffers, count), experts, packed.dtype,
         lambda positions: _step_at(packed, positions), packed.notable_positions,
     )  # fmt: skip
     layers = []
@@ -129,12 +127,12 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
         layers.append((parent, child, layer, found))
         report.findings.append(Finding(name, kind, "layer", "attention and feed-forward blocks", excess=error))
     if layers:
-        packed.use_buffers(buffers)
+        packed.buffers = buffers
     for parent, child, layer, found in layers:
         _keep_experts(layer, found)
         setattr(model.get_submodule(parent), child, found)
     if len(layers) == len(probe.layers):
-        _loop(packed, [found for _, _, _, found in layers], buffers)
+        _loop(packed, [found for _, _, _, found in layers])
 
 
 def _drop_unasked_tables(packed: PackedForward) -> None:
@@ -170,14 +168,14 @@ def _keep_experts(layer: nn.Module, found: HostLayer) -> None:
             place.add_module(last, module)
 
 
-def _loop(packed: PackedForward, layers: list[HostLayer], buffers: BufferPool) -> None:
+def _loop(packed: PackedForward, layers: list[HostLayer]) -> None:
     model = packed.model
     base = getattr(model, model.base_model_prefix, None)
     norms = [module for module in base.children() if isinstance(module, HostNorm)] if isinstance(base, nn.Module) else []
     head = model.get_output_embeddings()
     if len(norms) != 1 or not isinstance(head, HostLinear):
         return
-    loop = LayerLoop(model.get_input_embeddings(), layers, norms[0], head, buffers, packed.rotary[0])
+    loop = LayerLoop(model.get_input_embeddings(), layers, norms[0], head, packed.rotary[0])
     expected = list(_probe_logits(packed, (model.get_input_embeddings(), norms[0], head)))
     packed.loop = loop
     found = _probe_logits(packed, (model.get_input_embeddings(), norms[0], head))
@@ -216,30 +214,29 @@ def _logits_at(packed: PackedForward, positions: Sequence[int]) -> torch.Tensor:
 
 
 @contextmanager
-def _probe_step(packed: PackedForward, num_rows: int) -> Iterator[ProbeStep]:
+def _probe_step(packed: PackedForward, buffers: BufferPool, num_rows: int) -> Iterator[ProbeStep]:
     sequence, planned = packed.admit(num_rows), StepBlocks()
     try:
         planned.append(sequence.blocks, num_rows)
-        packed.cache.begin(planned.pack())
-        packed.rotary[0].begin([(num_rows, 0, num_rows)])
-        yield _given(packed, torch.arange(num_rows))
+        step = packed.context([StepRows(sequence, range(num_rows))], planned.pack())
+        with computing(replace(step, pool=buffers)):
+            yield _given(packed, step)
     finally:
         planned.roll_back()
 
 
 def _step_at(packed: PackedForward, positions: Sequence[int]) -> ProbeStep:
     """Returns what a layer is given of rows at these positions, for copies that need no pages."""
-    places = torch.tensor(positions)
-    packed.rotary[0].begin([(len(positions), 0, len(positions))], places, positions[-1])
-    return _given(packed, places)
+    places = np.array(positions, np.int64)
+    return _given(packed, StepContext(places, torch.empty(0), (), [(len(places), 0, len(places))], int(places[-1])))
 
 
-def _given(packed: PackedForward, positions: torch.Tensor) -> ProbeStep:
+def _given(packed: PackedForward, step: StepContext) -> ProbeStep:
     tables = packed.rotary[0]
-    embeddings, wide = (tables(torch.zeros(1, 1, 1, dtype=dtype)) for dtype in (packed.dtype, torch.float32))
+    embeddings, wide = (tables.of(step, torch.zeros(1, 1, 1, dtype=dtype)) for dtype in (packed.dtype, torch.float32))
     exact = tuple(table.double() for table in wide) if isinstance(wide, tuple) else wide.to(torch.complex128)
     arguments = {
-        "attention_mask": None, "position_ids": positions[None], "past_key_values": packed.cache, "use_cache": True,
+        "attention_mask": None, "position_ids": step.position_ids, "past_key_values": packed.cache, "use_cache": True,
         "position_embeddings": embeddings,
     }  # fmt: skip
-    return ProbeStep(arguments, *tables.cos_sin(), exact)
+    return ProbeStep(arguments, *tables.cos_sin(step), exact)

@@ -17,7 +17,8 @@ from dflash_moe.errors import ConfigError, EngineError
 from dflash_moe.forward.kv_budget import KvShape
 from dflash_moe.forward.step_blocks import PackedStep
 from dflash_moe.operators.looks import StepCache
-from dflash_moe.operators.row_groups import RowGroup, StepSequence, plan_groups
+from dflash_moe.operators.row_groups import RowGroup, plan_groups
+from dflash_moe.operators.step_context import StepContext, running_step
 
 
 class TorchLayer:
@@ -61,9 +62,8 @@ class TorchLayer:
 
 
 class TorchCache(StepCache):
-    """The pages of all layers and the step under way. `begin` gives it a step; each layer then
-    appends once and reads. It is a `GatheredPages` (operators/gathered_attention.py). One step at a
-    time.
+    """The pages of all layers. `begin` prepares them for a step; each layer then appends once and
+    reads. It is a `GatheredPages` (operators/gathered_attention.py). One step at a time.
     """
 
     def __init__(
@@ -86,25 +86,22 @@ class TorchCache(StepCache):
                 f"engine.kv_memory: {device} has no room for {num_blocks} blocks and a gather buffer of {max_keys} tokens: "
                 f"{error}; lower it"
             ) from None
-        self._sequences: Sequence[StepSequence] = ()
-        self._groups: dict[int, list[RowGroup]] = {}
-        self._slots = torch.empty(0, dtype=torch.int64, device=device)
 
-    def begin(self, step: PackedStep) -> None:
-        """Copies the blocks of a step in every layer, and makes it the one that is computed."""
-        self._sequences, self._groups = step.sequences, {}
+    def begin(self, step: PackedStep) -> torch.Tensor:
+        """Copies the blocks of a step in every layer, and returns the slots of its rows."""
         numbers = torch.from_numpy(np.concatenate([step.slots, step.copy_from, step.copy_to])).to(self._device)
         num_copies = len(step.copy_from)
-        self._slots, copy_from, copy_to = numbers.split([step.num_rows, num_copies, num_copies])
+        slots, copy_from, copy_to = numbers.split([step.num_rows, num_copies, num_copies])
         if num_copies:
             for layer in self._layers:
                 layer.copy_blocks(copy_from, copy_to)
+        return slots
 
-    def groups(self, window: int) -> Sequence[RowGroup]:
-        """Returns the groups of the step under way, for attention with a window, 0 for none."""
-        found = self._groups.get(window)
+    def groups(self, step: StepContext, window: int) -> Sequence[RowGroup]:
+        """Returns the groups of a step, for attention with a window, 0 for none."""
+        found = step.groups.get(window)
         if found is None:
-            found = self._groups[window] = plan_groups(self._sequences, window, self._max_keys, self._device)
+            found = step.groups[window] = plan_groups(step.sequences, window, self._max_keys, self._device)
         return found
 
     def gather(self, index: int, group: RowGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +149,7 @@ class TorchCache(StepCache):
         """Appends keys and values [1, num_kv_heads, num_rows, size] of the step's rows, or latents
         and their rotated parts, and returns them.
         """
-        self._layers[layer_idx].append(self._slots, key_states, value_states)
+        self._layers[layer_idx].append(running_step().slots, key_states, value_states)
         return key_states, value_states
 
 

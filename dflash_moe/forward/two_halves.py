@@ -19,7 +19,6 @@ import torch
 from dflash_moe import _core
 from dflash_moe.errors import EngineError
 from dflash_moe.forward.half_turns import HalfStopped, HalfTurns
-from dflash_moe.forward.step_clock import StepClock
 
 # What computes a half. It is told the turns of its step.
 Half = Callable[[HalfTurns], torch.Tensor]
@@ -47,9 +46,9 @@ class TwoHalves:
     one while the interpreter ends aborts the process.
     """
 
-    def __init__(self, clock: StepClock, limit_s: Callable[[], float]) -> None:
+    def __init__(self, limit_s: Callable[[], float]) -> None:
         """`limit_s` gives the seconds after which every expert call has ended."""
-        self._clock, self._limit_s = clock, limit_s
+        self._limit_s = limit_s
         self._second = _SecondThread()
         # The thread must not keep this object alive.
         self._finalizer = weakref.finalize(self, self._second.end, END_S)
@@ -65,9 +64,9 @@ class TwoHalves:
         limit_s = self._limit_s()
         turns = HalfTurns(limit_s)
         numbers = turns.draw(), turns.draw()
-        other = self._second.begin(lambda: self._compute(second, turns, numbers[1]))
+        other = self._second.begin(lambda: _compute(second, turns, numbers[1]))
         try:
-            found = self._compute(first, turns, numbers[0])
+            found = _compute(first, turns, numbers[0])
             # Longer than any wait of the other half that began before, which says better what was
             # missing.
             wait((other,), 2 * limit_s)
@@ -84,20 +83,6 @@ class TwoHalves:
         """Ends the second thread, which is awaited for the limit."""
         self._second.end(self._limit_s())
 
-    def _compute(self, half: Half, turns: HalfTurns, number: int) -> torch.Tensor:
-        self._clock.begin(turns)
-        try:
-            turns.begin(number)
-            with torch.inference_mode():
-                found = half(turns)
-            turns.end()
-            return found
-        except BaseException:
-            turns.stop()
-            raise
-        finally:
-            self._clock.begin()
-
     def _stop(self, turns: HalfTurns, other: Future[torch.Tensor], limit_s: float) -> None:
         """Stops the second half and returns once it has ended."""
         turns.stop()
@@ -107,6 +92,18 @@ class TwoHalves:
             self._is_stuck = not other.done()
         if self._is_stuck:
             raise EngineError(f"the second half of a step had not ended {limit_s:g} s after it was stopped")
+
+
+def _compute(half: Half, turns: HalfTurns, number: int) -> torch.Tensor:
+    try:
+        turns.begin(number)
+        with torch.inference_mode():
+            found = half(turns)
+        turns.end()
+        return found
+    except BaseException:
+        turns.stop()
+        raise
 
 
 _Job = tuple[Callable[[], Any], "Future[Any]"]

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -25,6 +25,7 @@ from dflash_moe.integrations.host_weights import TORCH_DTYPES, load_weights
 from dflash_moe.model.architecture import find_experts, find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.gguf_architectures.reading import left_out
+from dflash_moe.operators.step_context import current_step
 from dflash_moe.protocol.devices import DeviceChoice
 
 if TYPE_CHECKING:
@@ -46,31 +47,16 @@ _TIED_KEYS = "all_tied_weights_keys"
 _ROUTE = "dflash_moe_route"
 
 
-class ExpertClock(Protocol):
-    """Is told when a thread awaits routed experts."""
-
-    def leave(self) -> float:
-        """Says that this thread awaits experts from now on. Returns what `enter` is given."""
-        ...
-
-    def enter(self, left_s: float, submitted_s: float | None = None) -> None:
-        """Says that the experts have answered, which were submitted then or, by default, when
-        `leave` was called.
-        """
-        ...
-
-
 class ExpertRoute:
     """The layer of a runtime to which the calls of one experts module go. It counts the calls."""
 
-    __slots__ = ("__weakref__", "calls", "clock", "layer", "out_size", "runtime")
+    __slots__ = ("__weakref__", "calls", "layer", "out_size", "runtime")
 
     def __init__(self, runtime: ExpertRuntime, layer: LayerSpec) -> None:
         self.runtime = runtime
         self.layer = layer.index
         self.out_size = layer.ffn.out_size
         self.calls = 0
-        self.clock: ExpertClock | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRoute:
         # A copied model calls the same workers.
@@ -81,11 +67,12 @@ class ExpertRoute:
         errors of `ExpertRuntime.experts`.
         """
         self.calls += 1
-        if self.clock is None:
+        step = current_step()
+        if step is None:
             return self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
-        left_s = self.clock.leave()
+        left_s = step.clock.leave()
         found = self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
-        self.clock.enter(left_s)
+        step.clock.enter(left_s)
         return found
 
 

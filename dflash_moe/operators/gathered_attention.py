@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.operators.paged_attention import as_latents, check_arguments
 from dflash_moe.operators.row_groups import RowGroup
+from dflash_moe.operators.step_context import StepContext, running_step
 
 # This function has this name on the attention interface.
 IMPLEMENTATION = "dflash_moe_gathered"
@@ -34,8 +35,8 @@ _MAX_SCORES = 1 << 24
 class GatheredPages(Protocol):
     """What an attention module reads of a step."""
 
-    def groups(self, window: int) -> Sequence[RowGroup]:
-        """Returns the groups of the step under way, for attention with a window, 0 for none."""
+    def groups(self, step: StepContext, window: int) -> Sequence[RowGroup]:
+        """Returns the groups of a step, for attention with a window, 0 for none."""
         ...
 
     def gather(self, index: int, group: RowGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +139,7 @@ def attention_forward(
     rows = query[0].transpose(0, 1)
     out = query.new_empty((num_rows, num_heads, layer.value_size))
     scores = _Scores(float(head_dim**-0.5 if scaling is None else scaling), float(softcap or 0.0), s_aux)
-    for group in layer.pages.groups(layer.window):
+    for group in layer.pages.groups(running_step(), layer.window):
         keys, values = layer.read(module, group, query.dtype)
         batch = rows[group.rows].unflatten(0, (group.num_sequences, group.num_rows))
         out[group.rows] = _attend(batch, keys, values, group, scores).flatten(0, 1)

@@ -19,6 +19,7 @@ from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.operators.addresses import DTYPE_NAMES, dense, rows_of
 from dflash_moe.operators.linear import memory_source, weights_of
+from dflash_moe.operators.step_context import running_step
 
 if TYPE_CHECKING:
     from dflash_moe.model.dense_tensors import StoredLatents
@@ -35,40 +36,13 @@ _IGNORED = frozenset(
 )  # fmt: skip
 
 
-class AttentionStep(Protocol):
-    """The rows that a thread computes: a step, or a half of one."""
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """The slot of each row, int64 [num_rows]."""
-        ...
-
-    @property
-    def plan(self) -> _core.AttentionPlan:
-        """The sequences."""
-        ...
-
-    def keys_stored(self, layer: int) -> None:
-        """Says that a layer's keys and values of all rows are in the pages."""
-        ...
-
-    def await_keys(self, layer: int) -> None:
-        """Returns once the pages have what the rows read in a layer and another thread stores."""
-        ...
-
-
 class Pages(Protocol):
-    """What an attention module's layer has: the pages, and which rows this thread computes."""
+    """The pages that an attention module's layer is in."""
 
     pool: _core.HostPool
 
     def layer(self, index: int) -> _core.KvLayer:
         """Returns the pages of a layer."""
-        ...
-
-    @property
-    def step(self) -> AttentionStep:
-        """What this thread computes."""
         ...
 
 
@@ -221,7 +195,7 @@ def attention_forward(
     if latent is not None:
         rows = latent.of_queries(rows)
     rows = _adjacent(rows)
-    step = found.pages.step
+    step = running_step()
     step.await_keys(found.index)
     out = query.new_empty((num_rows, num_heads, found.value_size), dtype=torch.float32 if latent is not None else dtype)
     _core.paged_attention(

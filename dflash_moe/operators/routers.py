@@ -86,7 +86,7 @@ class HostRouter(nn.Module):  # type: ignore[misc]
 
     def bound_route(
         self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, given: torch.Tensor | None = None
-    ) -> Callable[[], None]:
+    ) -> Callable[..., None]:
         """Returns what chooses by logits [num_rows, num_experts] and writes ids and weights
         [num_rows, top_k]. `given` is a correction in float32 that the module is called with instead
         of having it. All are dense and stay the caller's.
@@ -94,7 +94,7 @@ class HostRouter(nn.Module):  # type: ignore[misc]
         correction = self.correction if given is None or not self.form.has_bias else given
         bias = 0 if correction is None else correction.data_ptr()
         arguments = (self._pool, self._form, *rows_of(logits), ids.data_ptr(), "i64", weights.data_ptr(), bias)
-        return lambda: _core.route(*arguments)
+        return lambda *_step: _core.route(*arguments)
 
     def exact(self) -> nn.Module:
         """Returns the router in float64, with what is packed."""

@@ -61,7 +61,7 @@ def record(forward: Forward, token_ids: Sequence[int], fed: Recorded | None = No
     states that entered it there, and the experts are called as they were there: what is recorded
     of a layer depends on that layer alone. The routing that is recorded is the model's own.
 
-    Errors are those of `Forward.step`.
+    Errors are those of `Forward.begin`.
     """
     found = Recorded()
     reader = _Reader(found, fed)
@@ -69,9 +69,9 @@ def record(forward: Forward, token_ids: Sequence[int], fed: Recorded | None = No
         _one_sequence(forward, token_ids) as rows,
         residuals_shown(forward, reader),
         routes_replaced(forward.model, lambda route: _Route(route, reader)),
-        forward.step([rows]) as run,
+        forward.begin([rows]) as step,
     ):
-        found.logits = run.logits.detach().float().cpu().clone()
+        found.logits = step.run().detach().float().cpu().clone()
     return found
 
 

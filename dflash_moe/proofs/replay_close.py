@@ -89,8 +89,8 @@ def _logits(receipt: Receipt, forward: Forward, max_rows: int) -> torch.Tensor:
         for begin in range(0, len(token_ids), size):
             part = token_ids[begin : begin + size]
             num_logits = min(len(part), max(0, begin + len(part) - first_wanted))
-            with forward.step([StepRows(sequence, part, num_logits=num_logits)]) as run:
-                found.append(run.logits.cpu())
+            with forward.begin([StepRows(sequence, part, num_logits=num_logits)]) as step:
+                found.append(step.run().cpu())
     finally:
         sequence.release()
     return torch.cat(found)

@@ -181,13 +181,13 @@ def test_a_bad_prompt_among_good_ones_is_one_outcome(llm: LLM, expected: list[li
 
 def held_in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Held:
     """Holds the engine thread within its next step."""
-    held, run = Held(), llm.engine._steps.run
+    held, begin = Held(), llm.engine._steps.begin
 
-    def held_run(*arguments: Any) -> Any:
+    def held_begin(*arguments: Any) -> Any:
         held(())
-        return run(*arguments)
+        return begin(*arguments)
 
-    monkeypatch.setattr(llm.engine._steps, "run", held_run)
+    monkeypatch.setattr(llm.engine._steps, "begin", held_begin)
     return held
 
 

@@ -204,7 +204,7 @@ def test_chunks_name_the_place_of_their_prompt(llm, plain):
 def test_prompts_that_have_met_their_stop_string_are_computed_no_further_while_the_first_one_is(llm, monkeypatch):
     (whole,) = llm.generate(PROMPTS[1], GREEDY)
     stopping = dataclasses.replace(GREEDY, stop=[whole.text[3:5]], max_tokens=200)
-    num_stopping, step = 7, llm.forward.step
+    num_stopping, begin = 7, llm.forward.begin
     before = llm.stats()["engine"]
     counts = iter(range(1_000_000))
     deadline = time.monotonic() + 60
@@ -214,13 +214,13 @@ def test_prompts_that_have_met_their_stop_string_are_computed_no_further_while_t
         if next(counts) >= NEW_TOKENS + 8:
             while cancelled() < num_stopping and time.monotonic() < deadline:
                 time.sleep(0.001)
-        return step(rows)
+        return begin(rows)
 
     def cancelled() -> int:
         asked = sum(isinstance(one, Cancel) for one in list(llm.engine._door._commands))
         return asked + llm.engine._stats.report()["finished"].get("cancelled", 0) - before["finished"].get("cancelled", 0)
 
-    monkeypatch.setattr(llm.forward, "step", hold)
+    monkeypatch.setattr(llm.forward, "begin", hold)
     long = dataclasses.replace(GREEDY, max_tokens=60)
     found = llm.generate([PROMPTS[0], *[PROMPTS[1]] * num_stopping], [long, *[stopping] * num_stopping])
     assert [one.finish_reason for one in found] == ["length", *["stop"] * num_stopping]

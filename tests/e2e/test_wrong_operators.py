@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from dflash_moe.forward.host_model import open_host
 from dflash_moe.forward.independence import find_dependence
 from dflash_moe.forward.rotary_tables import RotaryTables
 from dflash_moe.integrations.transformers import without_experts
+from dflash_moe.operators.step_context import StepContext
 from tests.host_models import WINDOW, checkpoint, logits_of, prompt, start
 
 pytestmark = pytest.mark.transformers
@@ -134,12 +137,14 @@ def tables(change: Callable[[Any], Any]) -> Patch:
     """Positions, and so cosines and sines, are other ones."""
 
     def apply(_opened: Opened, patch: pytest.MonkeyPatch) -> None:
-        right = RotaryTables.begin
+        right = RotaryTables.of
 
-        def begin(self: Any, step: Any, *others: Any) -> None:
-            right(self, [change(*entry) for entry in step], *others)
+        def of(self: Any, step: StepContext, *others: Any, **named: Any) -> Any:
+            lengths = [change(*entry) for entry in step.lengths]
+            positions = np.concatenate([np.arange(first, first + count) for _, first, count in lengths])
+            return right(self, replace(step, lengths=lengths, positions=positions), *others, **named)
 
-        patch.setattr(RotaryTables, "begin", begin)
+        patch.setattr(RotaryTables, "of", of)
 
     return apply
 
@@ -150,9 +155,8 @@ def slots(change: Callable[[Any], Any]) -> Patch:
     def apply(opened: Opened, patch: pytest.MonkeyPatch) -> None:
         right = type(opened.packed.cache).begin
 
-        def begin(self: Any, step: Any) -> None:
-            right(self, step)
-            self.step.slots = change(self.step.slots).contiguous()
+        def begin(self: Any, step: Any) -> torch.Tensor:
+            return change(right(self, step)).contiguous()
 
         patch.setattr(type(opened.packed.cache), "begin", begin)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from dflash_moe import _core
 from dflash_moe.operators.attention_probe import AttentionCall
+from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.layers.bound_calls import (
     Calls,
     Rotary,
@@ -21,7 +22,6 @@ from dflash_moe.operators.layers.bound_calls import (
     normalise,
     rotate,
 )
-from dflash_moe.operators.layers.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.paged_attention import LatentHeads, LayerPages
@@ -165,8 +165,8 @@ class LatentAttention:
         return [
             *calls,
             multiply(heads.keys, query, absorbed),
-            lambda: per_head[..., : heads.latent].copy_(products),
-            lambda: per_head[..., heads.latent :].copy_(turned),
+            lambda _step: per_head[..., : heads.latent].copy_(products),
+            lambda _step: per_head[..., heads.latent :].copy_(turned),
             # What attention finds takes the place of the products.
             attend(self.pages, self.call, latent_query, absorbed),
             multiply(heads.values, absorbed, attended),

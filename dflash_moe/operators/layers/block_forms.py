@@ -20,13 +20,14 @@ from torch import nn
 from dflash_moe import _core
 from dflash_moe.operators.attention_probe import AttentionLayer, set_implementation
 from dflash_moe.operators.bounds import excess
+from dflash_moe.operators.layer_buffers import BufferPool
 from dflash_moe.operators.layers.block_candidates import candidates
 from dflash_moe.operators.layers.blocks import Experts, HostLayer, MoeParts
-from dflash_moe.operators.layers.layer_buffers import BufferPool
 from dflash_moe.operators.layers.layer_proof import LEAST_ROUTED_ALIKE, ExactCopy, LayerProof, ProbeStep
 from dflash_moe.operators.layers.probe_experts import BoundProbe, ProbeExperts, Routing, are_alike
 from dflash_moe.operators.paged_attention import LayerPages, expand_latents
 from dflash_moe.operators.probes import probe_rows
+from dflash_moe.operators.step_context import running_step
 
 # More rows than this are not probed; a longer window is an argument that attention's own tests see.
 _MAX_ROWS = 200
@@ -156,8 +157,7 @@ class LayerForms:
         self, candidate: HostLayer, rows: torch.Tensor, step: ProbeStep, own: torch.Tensor, exact: torch.Tensor,
         copied: ExactCopy, exact_routing: Routing | None,
     ) -> float:  # fmt: skip
-        buffers = self._buffers.of(rows.shape[0])
-        buffers.set_tables(step.cos, step.sin)
+        running_step().buffers.set_tables(step.cos, step.sin)
         ours = candidate(rows[None])[0]
         is_alike = torch.ones(len(rows), dtype=torch.bool)
         # The last one to call the experts of the layer's own code was the layer in its own dtype.

@@ -16,22 +16,23 @@ from torch import nn
 
 from dflash_moe import _core
 from dflash_moe.operators.addresses import rows_of
+from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.layers.attention_block import AttentionBlock
 from dflash_moe.operators.layers.bound_calls import Calls, add, multiply, multiply_together, normalise
-from dflash_moe.operators.layers.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.routers import HostRouter
+from dflash_moe.operators.step_context import StepContext, running_step
 
 
 class BoundCall(Protocol):
     """A call of the routed experts whose tensors are fixed."""
 
-    def run(self) -> None:
+    def run(self, step: StepContext) -> None:
         """Computes the experts into the result that was bound."""
         ...
 
-    def submit(self) -> Callable[[], None]:
+    def submit(self, step: StepContext) -> Callable[[], None]:
         """Starts the call and returns what waits for its end."""
         ...
 
@@ -76,7 +77,6 @@ class HostLayer(nn.Module):  # type: ignore[misc]
                  feed_forward_norm: HostNorm) -> None:  # fmt: skip
         super().__init__()
         self._pool = pool
-        self._row_buffers = buffers
         self.attention = attention
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm
@@ -85,21 +85,22 @@ class HostLayer(nn.Module):  # type: ignore[misc]
         self._grow(buffers)
 
     def forward(self, hidden_states: torch.Tensor, *_arguments: Any, **_options: Any) -> torch.Tensor:
-        """Returns the layer's output [1, num_rows, hidden_size] for rows of the step that the pages
-        were told to begin. Cosines and sines are those in the buffers.
+        """Returns the layer's output [1, num_rows, hidden_size] for the rows of the step that this
+        thread computes. Cosines and sines are those in the buffers.
         """
-        buffers = self._row_buffers.of(hidden_states.shape[1])
-        buffers.hidden_states.copy_(hidden_states[0])
-        self.step(buffers)
-        return buffers.hidden_states.clone()[None]
+        step = running_step()
+        step.buffers.hidden_states.copy_(hidden_states[0])
+        self.step(step)
+        return step.buffers.hidden_states.clone()[None]
 
-    def step(self, buffers: LayerBuffers) -> None:
-        """Computes the layer on `buffers.hidden_states`, in place."""
+    def step(self, step: StepContext) -> None:
+        """Computes the layer on the hidden states in the buffers of a step, in place."""
+        buffers = step.buffers
         calls = buffers.calls.get(self)
         if calls is None:
             calls = buffers.calls[self] = [*self.attention.calls(self._pool, buffers), *self._feed_forward(buffers)]
         for call in calls:
-            call()
+            call(step)
 
     def _grow(self, buffers: BufferPool) -> None:
         self.attention.grow(buffers)
@@ -129,11 +130,11 @@ class HostLayer(nn.Module):  # type: ignore[misc]
         shared = part(b.shared, self.hidden_size)
         overlapped = self._mlp(b, parts.shared, rows, shared, residual=middle)
 
-        def both() -> None:
-            wait = bound.submit()
+        def both(step: StepContext) -> None:
+            wait = bound.submit(step)
             try:
                 for call in overlapped:
-                    call()
+                    call(step)
             finally:
                 wait()
 
@@ -147,7 +148,7 @@ class HostLayer(nn.Module):  # type: ignore[misc]
         joined = (self._pool, form, *rows_of(gate)[:3], *rows_of(up), width, *rows_of(gate)[:3])
         calls: Calls = [
             multiply_together((parts.gate, parts.up), rows, (gate, up)),
-            lambda: _core.apply_gate(*joined),
+            lambda _step: _core.apply_gate(*joined),
         ]
         if parts.row_gate is None:
             return [*calls, multiply(parts.down.packed, gate, out, residual=residual)]

@@ -1,5 +1,5 @@
 """Calls of the core over fixed tensors: each function here binds an operator to rows and returns
-what computes it, so that a step converts no arguments. Tensors stay the caller's, who keeps them
+what computes it in a step, which converts no arguments. Tensors stay the caller's, who keeps them
 alive; rows are [num_rows, width], dense or parts of wider rows.
 
 SPDX-License-Identifier: Apache-2.0
@@ -16,12 +16,13 @@ import torch
 from dflash_moe import _core
 from dflash_moe.operators.addresses import rows_of
 from dflash_moe.operators.attention_probe import AttentionCall
-from dflash_moe.operators.layers.layer_buffers import LayerBuffers, part
+from dflash_moe.operators.layer_buffers import LayerBuffers, part
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.paged_attention import LayerPages
+from dflash_moe.operators.step_context import StepContext
 
-Call = Callable[[], Any]
+Call = Callable[[StepContext], Any]
 Calls = list[Call]
 
 
@@ -42,20 +43,20 @@ def multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor, 
     if residual is not None:
         arguments += rows_of(residual)[:3]
     run = packed.run
-    return lambda: run(*arguments)
+    return lambda _step: run(*arguments)
 
 
 def multiply_together(linears: Sequence[HostLinear], rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> Call:
     """Computes rows times the matrix of each layer into the output at its place, in one pass."""
     packed = tuple(linear.packed for linear in linears)
     arguments = (packed, *rows_of(rows), tuple(rows_of(out)[:3] for out in outs))
-    return lambda: _core.run_together(*arguments)
+    return lambda _step: _core.run_together(*arguments)
 
 
 def normalise(norm: HostNorm, rows: torch.Tensor, out: torch.Tensor) -> Call:
     """Computes the norm of each row into `out`, which may be `rows`."""
     function, arguments = norm.bound(rows, out)
-    return lambda: function(*arguments)
+    return lambda _step: function(*arguments)
 
 
 def rotate(
@@ -70,7 +71,7 @@ def rotate(
         cos.data_ptr(), sin.data_ptr(), rows_of(cos)[1],
         rotary.dim, offset, rotary.layout, rotary.table_width == rotary.dim,
     )  # fmt: skip
-    return lambda: _core.rotate(*arguments)
+    return lambda _step: _core.rotate(*arguments)
 
 
 def add(
@@ -80,16 +81,15 @@ def add(
     arguments: tuple[Any, ...] = (pool, *rows_of(rows), rows.shape[1], *rows_of(out)[:3], *rows_of(base)[:3])
     if row_gate is not None:
         arguments += rows_of(row_gate)[:3]
-    return lambda: _core.add_scaled(*arguments)
+    return lambda _step: _core.add_scaled(*arguments)
 
 
 def append(found: LayerPages, key: torch.Tensor, value: torch.Tensor) -> Call:
     """Stores the keys and values of all rows of the step."""
-    layer, pages = found.pages.layer(found.index), found.pages
+    layer = found.pages.layer(found.index)
     index, count, rest = found.index, key.shape[0], (*rows_of(key)[:3], *rows_of(value)[:3])
 
-    def store() -> None:
-        step = pages.step
+    def store(step: StepContext) -> None:
         layer.append(step.slots.data_ptr(), count, *rest)
         step.keys_stored(index)
 
@@ -103,8 +103,7 @@ def attend(found: LayerPages, call: AttentionCall, query: torch.Tensor, out: tor
     arguments = (*rows_of(query)[:3], call.num_heads, *rows_of(out)[:3], *form)
     index = found.index
 
-    def read() -> None:
-        step = pages.step
+    def read(step: StepContext) -> None:
         step.await_keys(index)
         _core.paged_attention(pages.pool, layer, step.plan, *arguments)
 

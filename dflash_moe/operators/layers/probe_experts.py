@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dflash_moe.operators.probes import SEED
+from dflash_moe.operators.step_context import StepContext
 
 # A routing weight that differs by more of the row's largest one has jumped.
 _NEAR_WEIGHT = 0.25
@@ -51,14 +52,14 @@ class BoundProbe:
         self._tensors = (hidden_states, topk_ids, topk_weights, out)
         return self
 
-    def run(self) -> None:
+    def run(self, _step: StepContext) -> None:
         """Computes the result."""
         rows, ids, weights, out = self._tensors
         out.copy_(self.experts(rows, ids, weights))
 
-    def submit(self) -> Callable[[], None]:
+    def submit(self, step: StepContext) -> Callable[[], None]:
         """Computes the result when it is awaited."""
-        return self.run
+        return lambda: self.run(step)
 
 
 def are_alike(routing: Routing, exact: Routing) -> torch.Tensor:

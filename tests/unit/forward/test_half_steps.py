@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_moe.forward.blocks import BlockPool
-from dflash_moe.forward.half_steps import Cut, choose_cut, halves_of, lengths_of
+from dflash_moe.forward.half_steps import Cut, choose_cut, half_of, rows_between
+from dflash_moe.forward.half_turns import HalfTurns
 from dflash_moe.forward.sequence import SequenceBlocks
-from dflash_moe.forward.step_blocks import PackedStep, StepBlocks
+from dflash_moe.forward.step_blocks import StepBlocks
+from dflash_moe.operators.step_context import StepContext, no_order
 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 90)), min_size=1, max_size=6)
 
 
-def packed_step(sequences: list[tuple[int, int]]) -> PackedStep:
+def step_of(sequences: list[tuple[int, int]]) -> StepContext:
     """A step of sequences, each with so many tokens stored and so many new ones."""
     pool, step = BlockPool(128), StepBlocks()
     for stored, count in sequences:
@@ -29,7 +32,18 @@ def packed_step(sequences: list[tuple[int, int]]) -> PackedStep:
             before.pack()
             before.commit()
         assert step.append(sequence, count)
-    return step.pack()
+    packed = step.pack()
+    lengths = [(stored + count, stored, count) for stored, count in sequences]
+    return StepContext(packed.positions, torch.from_numpy(packed.slots), packed.sequences, lengths)
+
+
+def halves_of(step: StepContext, cut: Cut) -> tuple[StepContext, StepContext]:
+    turns = HalfTurns(1.0)
+    return half_of(step, cut, 0, turns), half_of(step, cut, 1, turns)
+
+
+def starts_of(step: StepContext) -> list[int]:
+    return np.cumsum([0, *(count for _, _, count in step.sequences)]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -49,45 +63,45 @@ def packed_step(sequences: list[tuple[int, int]]) -> PackedStep:
     ],
 )
 def test_a_step_is_cut_between_sequences_near_the_middle_else_before_a_block(sequences, cut):
-    assert choose_cut(packed_step(sequences)) == cut
+    assert choose_cut(step_of(sequences)) == cut
 
 
 @given(SEQUENCES, st.randoms(use_true_random=False))
 def test_halves_have_the_rows_of_the_step(sequences, rng):
-    step = packed_step(sequences)
+    step = step_of(sequences)
     if step.num_rows < 2:
         return
     row = rng.randrange(1, step.num_rows)
-    first, second = halves_of(step, row)
+    first, second = halves_of(step, Cut(row, row not in starts_of(step)))
     assert (first.num_rows, second.num_rows) == (row, step.num_rows - row)
     for name in ("slots", "positions"):
         assert np.array_equal(np.concatenate((getattr(first, name), getattr(second, name))), getattr(step, name))
     for half in (first, second):
-        assert len(half.copy_from) == len(half.copy_to) == 0
-        assert half.row_starts.tolist() == np.cumsum([0, *(count for _, _, count in half.sequences)]).tolist()
+        assert [entry[1:] for entry in half.lengths] == [entry[1:] for entry in half.sequences]
         positions = [first_position + place for _, first_position, count in half.sequences for place in range(count)]
         assert positions == half.positions.tolist()
         tables = [table[position // 16] for table, start, count in half.sequences for position in range(start, start + count)]
         assert tables == (half.slots // 16).tolist()
-    assert len(first.sequences) + len(second.sequences) - len(step.sequences) == (row not in step.row_starts)
+    assert len(first.sequences) + len(second.sequences) - len(step.sequences) == (row not in starts_of(step))
 
 
 @given(SEQUENCES)
 def test_a_cut_leaves_no_half_empty_and_no_block_to_both(sequences):
-    step = packed_step(sequences)
+    step = step_of(sequences)
     cut = choose_cut(step)
     if cut is None:
         return
-    first, second = halves_of(step, cut.row)
+    first, second = halves_of(step, cut)
     assert first.num_rows > 0
     assert second.num_rows > 0
+    assert (first.keys_stored is no_order) == (second.await_keys is no_order) == (not cut.is_inside)
     assert not set((first.slots // 16).tolist()) & set((second.slots // 16).tolist())
-    assert cut.is_inside == (cut.row not in step.row_starts)
+    assert cut.is_inside == (cut.row not in starts_of(step))
 
 
 def test_lengths_are_cut_like_rows():
     lengths = [(100, 0, 4), (50, 7, 1), (80, 3, 5)]
-    assert lengths_of(lengths, 0, 10) == lengths
-    assert lengths_of(lengths, 0, 4) == [(100, 0, 4)]
-    assert lengths_of(lengths, 2, 7) == [(100, 2, 2), (50, 7, 1), (80, 3, 2)]
-    assert lengths_of(lengths, 7, 10) == [(80, 5, 3)]
+    assert rows_between(lengths, 0, 10) == lengths
+    assert rows_between(lengths, 0, 4) == [(100, 0, 4)]
+    assert rows_between(lengths, 2, 7) == [(100, 2, 2), (50, 7, 1), (80, 3, 2)]
+    assert rows_between(lengths, 7, 10) == [(80, 5, 3)]

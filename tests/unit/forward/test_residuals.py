@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from dflash_moe.forward.residuals import EMBEDDING, ResidualDigests, ResidualTap
+from dflash_moe.forward.residuals import EMBEDDING, ResidualDigests
 
 LAYERS, WIDTH = 3, 8
 
@@ -24,20 +24,18 @@ def row(position: int, layer: int, draft: int = 0) -> torch.Tensor:
     return torch.arange(WIDTH, dtype=torch.float32) + 100 * position + 10 * layer + 1000 * draft
 
 
-def compute(tap: ResidualTap, positions: range, draft: int = 0) -> None:
+def compute(digests: ResidualDigests, positions: range, draft: int = 0) -> None:
     where = np.array(positions)
-    tap.begin_step(where)
-    tap.begin_rows(where)
-    tap.see(EMBEDDING, torch.zeros(len(positions), WIDTH))
+    digests.begin(positions[0])
+    digests.see(EMBEDDING, where, torch.zeros(len(positions), WIDTH))
     for layer in range(LAYERS):
-        tap.see(layer, torch.stack([row(position, layer, draft) for position in positions]))
+        digests.see(layer, where, torch.stack([row(position, layer, draft) for position in positions]))
 
 
 def kept(steps, seed: int = 5) -> ResidualDigests:
     digests = ResidualDigests(seed)
-    tap = ResidualTap(digests)
     for step in steps:
-        compute(tap, *step) if isinstance(step, tuple) else compute(tap, step)
+        compute(digests, *step) if isinstance(step, tuple) else compute(digests, step)
     return digests
 
 
@@ -87,5 +85,5 @@ def test_digests_are_of_the_rows_bytes_by_layer():
 
 def test_asked_positions_alone_are_kept():
     digests = ResidualDigests(0, [3, 7])
-    compute(ResidualTap(digests), range(10))
+    compute(digests, range(10))
     assert [position for position in range(10) if digests.digests(position)] == [3, 7]

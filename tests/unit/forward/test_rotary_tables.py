@@ -5,11 +5,19 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from dflash_moe.forward.rotary_tables import CHUNK, RotaryTables  # noqa: E402
+from dflash_moe.forward.rotary_tables import CHUNK, RotaryTables, stand_in  # noqa: E402
+from dflash_moe.operators.step_context import StepContext, computing  # noqa: E402
+
+
+def step_of(*lengths):
+    """A step of sequences, each as (length at most, position of its first row, number of rows)."""
+    positions = [position for _, first, count in lengths for position in range(first, first + count)]
+    return StepContext(np.array(positions, np.int64), torch.empty(0), (), lengths)
 
 
 class _Plain(torch.nn.Module):
@@ -34,15 +42,15 @@ def test_a_module_that_wants_a_layer_type_is_told_apart(module, wants):
 
 
 def test_a_module_with_arguments_is_called_with_them():
-    tables = RotaryTables(_PerLayerType())
-    tables.begin([(8, 2, 3)])
-    assert tables(torch.zeros(1, 1, 1), None, layer_type="ab").tolist() == [[4.0, 6.0, 8.0]]
+    module = _PerLayerType()
+    stand_in(module, RotaryTables(module))
+    with computing(step_of((8, 2, 3))):
+        assert module(torch.zeros(1, 1, 1), None, layer_type="ab").tolist() == [[4.0, 6.0, 8.0]]
 
 
 def test_each_sequence_is_on_its_own_where_a_module_looks_at_the_largest_position():
-    tables = RotaryTables(_LooksAtLargest())
-    tables.begin([(5, 3, 2), (5 * CHUNK, 3, 2)])
-    assert tables(torch.zeros(1, 1, 1)).tolist() == [[3.0, 4.0, 6.0, 8.0]]
+    step = step_of((5, 3, 2), (5 * CHUNK, 3, 2))
+    assert RotaryTables(_LooksAtLargest()).of(step, torch.zeros(1, 1, 1)).tolist() == [[3.0, 4.0, 6.0, 8.0]]
 
 
 class _Wide(torch.nn.Module):
@@ -59,13 +67,11 @@ def test_rows_of_many_sequences_have_the_bits_of_each_sequence_alone(module):
     many, alone = RotaryTables(module()), RotaryTables(module())
     steps = [[(9, 3, 2)], [(2000, 1200, 3), (9, 0, 1), (600, 5, 590)], [(CHUNK, CHUNK - 1, 1), (3 * CHUNK, CHUNK - 1, 2)]]
     for step in steps:
-        many.begin(step)
         expected = []
         for sequence in step:
-            alone.begin([sequence])
-            tables = alone(x)
+            tables = alone.of(step_of(sequence), x)
             expected.append(tables if isinstance(tables, tuple) else (tables,))
-        found = many(x)
+        found = many.of(step_of(*step), x)
         joined = [torch.cat(column, dim=1) for column in zip(*expected, strict=True)]
         for table, want in zip(found if isinstance(found, tuple) else (found,), joined, strict=True):
             assert table.dtype == torch.bfloat16
@@ -75,11 +81,9 @@ def test_rows_of_many_sequences_have_the_bits_of_each_sequence_alone(module):
 def test_tables_made_in_inference_mode_grow_outside_of_it():
     tables = RotaryTables(_Wide())
     with torch.inference_mode():
-        tables.begin([(5, 0, 5), (5, 0, 1)])
-        few, _ = tables.cos_sin()
+        few, _ = tables.cos_sin(step_of((5, 0, 5), (5, 0, 1)))
     for first in (2 * CHUNK, 5 * CHUNK):
-        tables.begin([(6 * CHUNK, 0, 5), (6 * CHUNK, first, 1)])
-        cos, sin = tables.cos_sin()
+        cos, sin = tables.cos_sin(step_of((6 * CHUNK, 0, 5), (6 * CHUNK, first, 1)))
         assert torch.equal(cos[:5], few[:5])
         torch.testing.assert_close(cos[5], torch.cos(torch.tensor(float(first)) / torch.tensor([1.0, 3.0, 9.0])))
         assert cos.shape == sin.shape == (6, 3)
@@ -87,8 +91,7 @@ def test_tables_made_in_inference_mode_grow_outside_of_it():
 
 def test_a_step_without_rows_has_tables_without_rows():
     tables = RotaryTables(_Wide())
-    tables.begin([])
-    assert [table.shape for table in tables.cos_sin()] == [(0, 3), (0, 3)]
+    assert [table.shape for table in tables.cos_sin(step_of())] == [(0, 3), (0, 3)]
 
 
 class _Typed(torch.nn.Module):
@@ -123,12 +126,11 @@ def test_a_module_is_asked_with_each_type_that_layers_pass():
 
 def test_types_that_nobody_named_make_each_length_another():
     tables = RotaryTables(_Typed(("short",)))
-    tables.begin([(30, 2, 1)])
-    assert tables(torch.zeros(1, 1, 1), None, layer_type="short")[0].flatten().tolist() == [2.0]
+    x, step = torch.zeros(1, 1, 1), step_of((30, 2, 1))
+    assert tables.of(step, x, layer_type="short")[0].flatten().tolist() == [2.0]
     assert not tables.depends_on_length
-    assert tables(torch.zeros(1, 1, 1), None, "long")[0].flatten().tolist() == [4.0]
-    tables.begin([(41, 2, 1)])
-    assert tables(torch.zeros(1, 1, 1), None, "long")[0].flatten().tolist() == [6.0]
+    assert tables.of(step, x, "long")[0].flatten().tolist() == [4.0]
+    assert tables.of(step_of((41, 2, 1)), x, "long")[0].flatten().tolist() == [6.0]
     assert tables.depends_on_length
     assert not set(digests(tables, 30, 1)) & set(digests(tables, 31, 1))
 

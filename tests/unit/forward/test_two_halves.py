@@ -14,23 +14,28 @@ import torch
 
 from dflash_moe.errors import EngineError
 from dflash_moe.forward.half_turns import HalfStopped, HalfTurns
-from dflash_moe.forward.step_clock import StepClock
 from dflash_moe.forward.two_halves import TwoHalves
+from dflash_moe.operators.step_clock import StepClock
 
 LIMIT_S = 30.0
 LAYERS = 20
 
 
-def halves(limit_s: float = LIMIT_S) -> tuple[TwoHalves, StepClock]:
-    clock = StepClock()
-    return TwoHalves(clock, lambda: limit_s), clock
+def halves(limit_s: float = LIMIT_S) -> TwoHalves:
+    return TwoHalves(lambda: limit_s)
+
+
+def call_experts(turns: HalfTurns) -> None:
+    clock = StepClock(turns)
+    clock.enter(clock.leave())
 
 
 def test_one_half_at_a_time_computes():
-    both, clock = halves()
+    both = halves()
     computing, most = [], []
 
-    def half(_turns):
+    def half(turns):
+        clock = StepClock(turns)
         for _ in range(LAYERS):
             computing.append(None)
             most.append(len(computing))
@@ -49,7 +54,7 @@ def test_one_half_at_a_time_computes():
 
 
 def test_the_first_half_computes_first_and_both_results_come_back():
-    both, _ = halves()
+    both = halves()
     order = []
 
     def half(name, value):
@@ -68,14 +73,14 @@ def test_the_first_half_computes_first_and_both_results_come_back():
 
 
 def test_keys_are_awaited_layer_by_layer_while_the_other_half_computes():
-    both, clock = halves()
+    both = halves()
     stored, read = [], []
 
     def first(turns):
         for layer in range(LAYERS):
             stored.append(layer)
             turns.keys_stored(layer)
-            clock.enter(clock.leave())
+            call_experts(turns)
         return torch.zeros(1)
 
     def second(turns):
@@ -96,17 +101,17 @@ class Failure(Exception):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failing_half_stops_the_other_which_has_ended_when_the_error_comes(failing):
-    both, clock = halves()
+    both = halves()
     ended = []
 
-    def fails(_turns):
-        clock.enter(clock.leave())
+    def fails(turns):
+        call_experts(turns)
         raise Failure
 
-    def goes_on(_turns):
+    def goes_on(turns):
         try:
             while True:
-                clock.enter(clock.leave())
+                call_experts(turns)
         finally:
             ended.append(True)
 
@@ -119,7 +124,7 @@ def test_a_failing_half_stops_the_other_which_has_ended_when_the_error_comes(fai
 
 
 def test_a_half_that_does_not_end_is_reported_and_nothing_is_computed_after_it():
-    both, _ = halves(0.1)
+    both = halves(0.1)
     may_end = threading.Event()
 
     def stuck(turns):
@@ -147,7 +152,7 @@ def test_a_wait_names_layer_and_limit():
 
 
 def test_whoever_drops_the_halves_waits_until_the_second_thread_freed_what_was_its_own():
-    both, _ = halves()
+    both = halves()
     own, threads, freed = threading.local(), [], []
 
     class Kept:
@@ -171,20 +176,16 @@ def test_whoever_drops_the_halves_waits_until_the_second_thread_freed_what_was_i
 
 
 def test_a_closed_second_thread_begins_again_with_the_next_step():
-    both, _ = halves()
+    both = halves()
     for value in (1.0, 2.0):
         done = both.run(lambda _turns, value=value: torch.tensor([value]), lambda _turns, value=value: torch.tensor([-value]))
         assert (float(done.first), float(done.second)) == (value, -value)
         both.close()
 
 
-def test_a_clock_books_what_a_thread_awaited():
+def test_a_clock_books_what_was_awaited():
     clock = StepClock()
-    clock.begin()
     submitted = time.perf_counter()
     left = clock.leave()
     clock.enter(left, submitted - 5.0)
-    awaited_s, remote_s = clock.times
-    assert 0 <= awaited_s < 5.0 <= remote_s
-    clock.begin()
-    assert clock.times == (0.0, 0.0)
+    assert 0 <= clock.awaited_s < 5.0 <= clock.remote_s

@@ -24,6 +24,7 @@ from dflash_moe.forward.torch_cache import TorchCache
 from dflash_moe.operators import gathered_attention
 from dflash_moe.operators.gathered_attention import GatheredLayer, attach, attention_forward, layer_of
 from dflash_moe.operators.row_groups import plan_groups
+from dflash_moe.operators.step_context import StepContext, computing
 
 NUM_HEADS, NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE = 6, 2, 24, 20
 NUM_BLOCKS, MAX_KEYS = 90, 700
@@ -47,6 +48,7 @@ class Step:
     """A step over one layer, with all that its sequences know."""
 
     cache: TorchCache
+    context: StepContext
     module: nn.Module
     counts: list[tuple[int, int]]
     keys: list[torch.Tensor]  # [num_tokens, num_kv_heads, size] of each sequence
@@ -71,23 +73,27 @@ def begun(counts: list[tuple[int, int]], dtype: torch.dtype = torch.float32, see
     keys = [normal(first + count, NUM_KV_HEADS, KEY_SIZE) for first, count in counts]
     values = [normal(first + count, NUM_KV_HEADS, VALUE_SIZE) for first, count in counts]
 
-    def store(ends: list[int]) -> None:
-        planned = StepBlocks()
+    def store(ends: list[int]) -> StepContext | None:
+        planned, context = StepBlocks(), None
         parts = []
         for place, sequence in enumerate(sequences):
             if ends[place] > sequence.num_tokens:
                 parts.append((place, slice(sequence.num_tokens, ends[place])))
                 planned.append(sequence, ends[place] - sequence.num_tokens)
         if parts:
-            cache.begin(planned.pack())
+            step = planned.pack()
+            context = StepContext(step.positions, cache.begin(step), step.sequences, ())
             stored = (torch.cat([rows[place][part] for place, part in parts]) for rows in (keys, values))
-            cache.update(*(rows.transpose(0, 1)[None] for rows in stored), 0)
+            with computing(context):
+                cache.update(*(rows.transpose(0, 1)[None] for rows in stored), 0)
             planned.commit()
+        return context
 
     store([first for first, _ in counts])
-    store([first + count for first, count in counts])
+    context = store([first + count for first, count in counts])
+    assert context is not None
     queries = normal(sum(count for _, count in counts), NUM_HEADS, KEY_SIZE)
-    return Step(cache, module, counts, keys, values, queries.transpose(0, 1)[None])
+    return Step(cache, context, module, counts, keys, values, queries.transpose(0, 1)[None])
 
 
 def dense(step: Step, form: dict[str, Any]) -> torch.Tensor:
@@ -113,7 +119,7 @@ def dense(step: Step, form: dict[str, Any]) -> torch.Tensor:
 def attended(step: Step, form: dict[str, Any]) -> torch.Tensor:
     if (layer := layer_of(step.module)) is not None:
         attach(step.module, replace(layer, window=form.get("sliding_window") or 0))
-    with torch.inference_mode():
+    with torch.inference_mode(), computing(step.context):
         out, _ = attention_forward(step.module, step.queries, step.queries, step.queries, **form)
     return out[0]
 
@@ -147,15 +153,16 @@ def test_16_bits_are_rounded_at_the_end(form):
 
 def test_a_step_is_few_calls_each_within_the_buffer():
     step = begun(STEPS["a mixture"])
-    sizes = [(group.num_sequences, group.num_rows, group.num_keys) for group in step.cache.groups(0)]
+    sizes = [(group.num_sequences, group.num_rows, group.num_keys) for group in step.cache.groups(step.context, 0)]
     # Rows of 201 and 8 keys would be mostly padding together.
     assert sorted(sizes) == [(1, 1, 201), (1, 3, 53), (1, 30, 63), (1, 90, 90), (2, 1, 10)]
-    assert step.cache.groups(0) is step.cache.groups(0)
+    assert step.cache.groups(step.context, 0) is step.cache.groups(step.context, 0)
     many = begun([(40 + place, 1) for place in range(20)])
-    assert [group.num_sequences for group in many.cache.groups(0)] == [11, 9]
-    assert all(group.num_sequences * group.num_keys <= MAX_KEYS for group in many.cache.groups(0))
+    assert [group.num_sequences for group in many.cache.groups(many.context, 0)] == [11, 9]
+    assert all(group.num_sequences * group.num_keys <= MAX_KEYS for group in many.cache.groups(many.context, 0))
     # A group of all rows takes them as they lie, whatever the order of lengths.
-    (group,) = begun([(60, 1), (70, 1), (65, 1)]).cache.groups(0)
+    few = begun([(60, 1), (70, 1), (65, 1)])
+    (group,) = few.cache.groups(few.context, 0)
     assert group.rows == slice(0, 3)
 
 

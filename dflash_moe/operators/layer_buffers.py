@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +33,7 @@ class LayerBuffers:
 
         self.num_rows = num_rows
         # What computes a layer on these rows, by layer: calls that are bound to these tensors.
-        self.calls: dict[Any, list[Callable[[], Any]]] = {}
+        self.calls: dict[Any, list[Callable[[Any], Any]]] = {}
         self.hidden_states = torch.empty((num_rows, sizes.hidden_size), dtype=dtype)
         self.normed = floats(sizes.hidden_size)
         self.query, self.key, self.value = floats(sizes.query), floats(sizes.key), floats(sizes.value)
@@ -88,45 +87,32 @@ class BufferSizes:
             setattr(self, name, max(getattr(self, name), width))
 
 
-class _OfThread(threading.local):
-    """The buffers that one thread has."""
-
-    def __init__(self) -> None:
-        self.shared: LayerBuffers | None = None
-        self.kept: dict[int, LayerBuffers] = {}
-        self.last: LayerBuffers | None = None
-
-
 class BufferPool:
-    """Buffers by number of rows, each thread's own: those of small steps are kept, and of larger
-    ones the last. A thread uses them for one step at a time, because small steps share their
-    memory.
+    """Buffers by number of rows: those of small steps are kept, those of larger ones made anew. The
+    two halves of a step have their own, and each is used for one step at a time, because small
+    steps share their memory.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.sizes = BufferSizes()
         self._dtype = dtype
-        self._own = _OfThread()
+        self._kept: tuple[dict[int, LayerBuffers], ...] = ({}, {})
 
-    def of(self, num_rows: int) -> LayerBuffers:
-        """Returns the buffers for so many rows."""
-        own = self._own
+    def of(self, num_rows: int, half: int = 0) -> LayerBuffers:
+        """Returns the buffers for so many rows of the first or the second half of a step."""
         if num_rows > KEPT_ROWS:
-            if own.last is None or own.last.num_rows != num_rows:
-                own.last = LayerBuffers(num_rows, self.sizes, self._dtype)
-            return own.last
-        if num_rows not in own.kept:
-            own.shared = own.shared or LayerBuffers(KEPT_ROWS, self.sizes, self._dtype)
-            own.kept[num_rows] = own.shared.first_rows(num_rows)
-        return own.kept[num_rows]
+            return LayerBuffers(num_rows, self.sizes, self._dtype)
+        kept = self._kept[half]
+        if not kept:
+            # Those for the most rows are the memory of all.
+            kept[KEPT_ROWS] = LayerBuffers(KEPT_ROWS, self.sizes, self._dtype)
+        if num_rows not in kept:
+            kept[num_rows] = kept[KEPT_ROWS].first_rows(num_rows)
+        return kept[num_rows]
 
     def grow(self, **widths: int) -> None:
         """Makes room for these widths in all buffers that are asked for from now on."""
         before = replace(self.sizes)
         self.sizes.grow(**widths)
         if self.sizes != before:
-            self._own = _OfThread()
-
-    def drop_last(self) -> None:
-        """Frees the buffers that this thread has for a long step."""
-        self._own.last = None
+            self._kept = ({}, {})
