@@ -97,7 +97,7 @@ BUGS = {
         Bug(
             "silence_remembered", "holders", "a worker that is lost and comes back is judged by its former silence",
             "void forget() { since_ns_ = before_ns_ = limit_ns_ = 0; }", "void forget() { limit_ns_ = 0; }",
-            ("client", "simulation"),
+            ("client", "simulation", "test_silent_workers"),
         ),
         Bug(
             "asked_twice_for_ever", "holders", "a slice whose second holder is lost still counts as asked twice",
@@ -110,7 +110,7 @@ BUGS = {
         Bug(
             "last_resort_first", "holders", "the host's own processor is asked as soon as it has less to do than the workers",
             "if (link.is_last_resort) return 2;", "if (link.is_last_resort) return 0;",
-            ("client", "test_workers_that_come_back_take_over_again", "test_a_replica_is_asked_before_the_host"),
+            ("client", "test_host_fallback"),
         ),
         Bug(
             "former_attempts_heard", "holders", "what is said of an earlier attempt to start a worker counts for the latest",
@@ -118,8 +118,8 @@ BUGS = {
             "if event.what in _OF_AN_ATTEMPT and event.attempt > self.attempt:", ("test_membership", "test_worker_keeper"),
         ),
         Bug(
-            "suspects_not_stood_in_for", "holders", "the host stands in for workers that are lost, and not for suspected ones",
-            'states.get(name) in ("lost", "suspect")', 'states.get(name) in ("lost",)',
+            "suspicion_unheard", "holders", "that calls suspect a worker is not heard: the host stands in once it is lost",
+            'event["kind"] == "suspect"', 'event["kind"] == "suspected"',
             ("test_a_frozen_worker_is_answered_for_before_it_is_given_up",),
         ),
         Bug(
@@ -180,7 +180,7 @@ BUGS = {
         Bug(
             "tokens_behind_the_end", "engine", "the tokens of a step that lie behind the one which ends a request are its too",
             "token_ids = outcome.token_ids[:taken]", "token_ids = outcome.token_ids",
-            ("test_a_token_that_ends_a_request_among_its_drafts_ends_it",),
+            ("test_a_token_that_ends_a_request_among_its_drafts_ends_it", "test_engine_speculation"),
         ),
         Bug(
             "rejected_drafts_kept", "engine", "a sequence keeps the keys and values of drafts that were wrong",
