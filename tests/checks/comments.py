@@ -19,8 +19,9 @@ CPP_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
 HASH_SUFFIXES = (".yaml", ".toml", ".cmake", ".txt")
 
 # Literals are matched first, so that neither "//" in a string nor the quotes of 1'000 are taken for
-# anything else; raw strings are not used with comment marks inside.
-_CPP = re.compile(r'\b\d[\w\']*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//([^\n]*)|/\*(.*?)\*/', re.DOTALL)
+# anything else; raw strings are not used with comment marks inside. The groups are what a comment
+# says.
+CPP_PARTS = re.compile(r'\b\d[\w\']*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//([^\n]*)|/\*(.*?)\*/', re.DOTALL)
 _HASH = re.compile(r"(?:^|\s)#(?!!)(.*)$")
 
 
@@ -40,7 +41,7 @@ def comments_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cpp(text: str) -> Iterator[tuple[int, str]]:
-    for match in _CPP.finditer(text):
+    for match in CPP_PARTS.finditer(text):
         body = match[1] if match[1] is not None else match[2]
         if body is not None:
             first = text.count("\n", 0, match.start()) + 1
