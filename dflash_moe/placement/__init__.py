@@ -1,5 +1,18 @@
-"""Placement says who holds which experts: here are shards and the policies that place them. It is
-pure arithmetic over the sizes of layers and a topology.
+"""Placement says who holds which experts: arithmetic over the sizes of layers and a topology, which
+knows no process and no file.
+
+- `policies` assigns experts to holders: `even` (equal numbers), `memory` (in proportion to it),
+  `explicit` (as the topology says), after what the host keeps first. `plan` makes shards of that,
+  with replicas (`replicas`), packed or mapped layouts, and checks the memory of each holder.
+  `imposed` takes a shard map that is fixed already, `elastic` says what a worker that is added
+  takes.
+- `numerics` and `formats` check that classes and formats of a layer's holders fit together;
+  `preset` chooses classes for who asked for none. `remedies` and `fallback` say who answers once a
+  holder is lost, and why others do not.
+- `fit` is what happens without a topology: whole layers, moved until they fit; `fit_text` says so.
+- `held_shards` is the result as holders see it.
+
+The shard map decides bits, a holder decides none.
 
 SPDX-License-Identifier: Apache-2.0
 """
