@@ -64,7 +64,7 @@ class Parting:
     gone: Callable[[Holder], None]
 
 
-def restart_policy(settings: Settings, *, retries_unfit: bool = False) -> RestartPolicy:
+def restart_policy(settings: Settings, *, retries_unfit: bool) -> RestartPolicy:
     """Returns the policy that the settings state."""
     first, longest = settings.restart_backoff_ms
     return RestartPolicy(
@@ -79,9 +79,10 @@ def restart_policy(settings: Settings, *, retries_unfit: bool = False) -> Restar
 @dataclass(slots=True, eq=False)
 class Holder:
     """One holder of experts. Once it is started, exactly one of `session` (for another process) and
-    `local` (for this one) is set. Fleet.new_holder makes it; who writes a field stands at it.
+    `local` (for this one) is set. `Fleet.new_holder` makes it.
     """
 
+    # Who it is.
     name: str
     address: Address
     transport: str
@@ -89,26 +90,31 @@ class Holder:
     numerics: str
     # All shards of a member have one layout, packed or mapped.
     layout: str
-    # Gone until the keeper of workers adopts it, and for ever where it computes in this process.
-    # The keeper's thread alone changes it, under the keeper's lock.
+
+    # How it lives: gone until the keeper of workers adopts it, and for ever where it computes in
+    # this process. The keeper's thread alone changes it, under the keeper's lock.
     life: Life
-    session: HostSession | None = None
-    local: LocalWorker | None = None
+
     # The member that stands for the experts kept at the host has no entry among the workers.
     spec: WorkerSpec | None = None
-    # What another process said of itself when it was greeted last. One that is lost meanwhile is
-    # still of that kind for those that join.
-    last_hello: HelloReply | None = None
-    # The client knows the member by this number, and -1 means not yet (PathKeeper.introduce).
-    client_index: int = -1
-    # All sessions with it have this id, by which a worker started by hand knows its host again.
-    session_id: bytes = field(default_factory=partial(secrets.token_bytes, SESSION_ID_BYTES))
-    # These are the slots of its data path, None until it is attached.
-    slots: _core.SlotPlan | None = None
     # This is the device that it computes on.
     device: DeviceChoice = DeviceChoice()
-    # How its former process ended and what that logged last, once it was lost.
+    # All sessions with it have this id, by which a worker started by hand knows its host again.
+    session_id: bytes = field(default_factory=partial(secrets.token_bytes, SESSION_ID_BYTES))
+    # The client knows the member by this number, and -1 means not yet (PathKeeper.introduce).
+    client_index: int = -1
+
+    # How it is reached, which whoever starts it, makes its path or ends it writes: the session, or
+    # the worker in this process; what another process said of itself when it was greeted last,
+    # since one that is lost meanwhile is still of that kind for those that join; the slots of its
+    # data path, None until it is attached; and how its former process ended and what that logged
+    # last.
+    session: HostSession | None = None
+    local: LocalWorker | None = None
+    last_hello: HelloReply | None = None
+    slots: _core.SlotPlan | None = None
     last_exit: str = ""
+
     # What people were told of it last: the level of its going, 0 that it is there, None nothing.
     told_gone: int | None = None
     # Set by who lets it go, before the keeper hears of that.
