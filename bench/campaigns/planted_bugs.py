@@ -77,8 +77,8 @@ BUGS = {
         ),
         Bug(
             "quarantine_forgotten", "a late reply does not give its slot back",
-            _ANSWERS, "    release(link, answer.slot);\n    tell_if_idle(link);\n    admit_parked();",
-            "    tell_if_idle(link);\n    admit_parked();",
+            _ANSWERS, "    link.release(answer.slot, clock_);\n    link.tell_if_idle();\n    admit_parked();",
+            "    link.tell_if_idle();\n    admit_parked();",
         ),
         Bug(
             "attempt_not_compared", "a reply to another attempt passes for the one that is awaited",
@@ -109,7 +109,7 @@ BUGS = {
         ),
         Bug(
             "superseded_not_detached", "the reply of the slower holder is taken too",
-            _ANSWERS, "    for (const auto& other : links_) supersede(*other, slice);\n", "",
+            _ANSWERS, "    for (const auto& other : links_) other->supersede(slice);\n", "",
         ),
         Bug(
             "deadlines_not_judged", "calls do not end at their deadline",
@@ -148,12 +148,12 @@ BUGS = {
         Bug(
             "pulse_ends_silence", "a pulse lifts the suspicion that a worker answers nothing",
             _LOSSES, "  judge_silence(link, now);\n",
-            "  if (!link.liveness.is_stalled(now, kTickNs)) hear(link);\n  judge_silence(link, now);\n",
+            "  if (!link.liveness.is_stalled(now, kTickNs)) link.hear(now);\n  judge_silence(link, now);\n",
         ),
         Bug(
             "path_ends_silence", "a fresh data path lifts the suspicion that a worker answers nothing",
-            _LOSSES, "  link.silence.pause(now(), longest_silence_ns(link));\n",
-            "  static_cast<void>(link.silence.hear(now(), false));\n",
+            _LOSSES, "  link.renew(std::move(path), now(), options_.call_timeout_ns);\n",
+            "  link.renew(std::move(path), now(), options_.call_timeout_ns);\n  link.hear(now());\n",
         ),
         Bug(
             "absence_counts", "time in which nobody looked at what had arrived counts against workers",

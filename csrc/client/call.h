@@ -105,6 +105,9 @@ struct Attempt {
   int64_t patience_ns = 0;
   int64_t limit_ns = 0;  // a worker that answers nothing for longer is suspected
   uint64_t request_bytes = 0;
+
+  // Whether it is unanswered for so long that another holder may be asked as well.
+  bool is_late(int64_t now) const { return patience_ns > 0 && now - asked_ns >= patience_ns; }
 };
 
 // A chunk is the rows of a call at one shard; this is how its worker was predicted to take it.

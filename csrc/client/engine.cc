@@ -45,7 +45,7 @@ Status check_plan(const LayerPlan& plan, size_t num_workers) {
 
 uint32_t Engine::add_worker(NewWorker worker) {
   const auto index = static_cast<uint32_t>(links_.size());
-  links_.push_back(std::make_unique<Link>(std::move(worker), index));
+  links_.push_back(std::make_unique<Link>(std::move(worker), index, events_));
   wait_entries_.resize(links_.size());
   return index;
 }
@@ -129,9 +129,9 @@ Engine::WorstShard Engine::worst_shard(const Call& call, int64_t now) const {
   WorstShard worst;
   for (size_t s = 0; s < call.layer->holders.size(); ++s) {
     if (call.work->shard_rows[s].tokens.empty()) continue;
-    const Standing standing =
-        standing_of(call.layer->holders[s], links_, now, options_.reconnect_grace_ns);
-    if (standing > worst.standing) worst = {standing, s};
+    const Outlook outlook =
+        outlook_of(call.layer->holders[s], links_, now, options_.reconnect_grace_ns);
+    if (outlook > worst.outlook) worst = {outlook, s};
   }
   return worst;
 }
@@ -142,7 +142,7 @@ Status Engine::start(const CallPtr& call) {
   judge_if_due(real_now);
   const int64_t now = clock_.at(real_now);
   const WorstShard worst = worst_shard(*call, now);
-  if (worst.standing == Standing::kGone)
+  if (worst.outlook == Outlook::kGone)
     return lost_shard_error(*call->layer, call->layer->holders[worst.index], links_);
   if (calls_.size() >= options_.max_calls) {
     return Error{ErrorCode::kInvalidArgument,
@@ -153,7 +153,7 @@ Status Engine::start(const CallPtr& call) {
   call->submitted_ns = real_now;
   call->asked_ns = now;
   call->deadline_ns = now + options_.call_timeout_ns;
-  if (is_held_ || worst.standing != Standing::kUsable) {
+  if (is_held_ || worst.outlook != Outlook::kUsable) {
     call->is_parked = true;
     ++num_parked_;
     calls_.push_back(call);
@@ -177,12 +177,11 @@ void Engine::admit_parked() {
     if (!call->is_parked) continue;
     const WorstShard worst = worst_shard(*call, now);
     const bool has_waited = now - call->asked_ns > options_.park_ns;
-    if (worst.standing == Standing::kGone ||
-        (worst.standing == Standing::kComingBack && has_waited)) {
+    if (worst.outlook == Outlook::kGone || (worst.outlook == Outlook::kComingBack && has_waited)) {
       fail(*call, lost_shard_error(*call->layer, call->layer->holders[worst.index], links_));
       continue;
     }
-    if (is_held_ || worst.standing != Standing::kUsable) continue;
+    if (is_held_ || worst.outlook != Outlook::kUsable) continue;
     call->is_parked = false;
     --num_parked_;
     call->begun_ns = real_now;
@@ -282,8 +281,6 @@ void Engine::send(Link& link, Slice& slice, uint32_t slot, bool is_hedge) {
   attempt.request_bytes = message_bytes.value();
   attempt.published_ns = now_ns();
   attempt.asked_ns = clock_.at(attempt.published_ns);
-  if (!link.path.owes()) link.liveness.begin_to_owe(attempt.asked_ns);
-  link.silence.ask(attempt.asked_ns);
   const int64_t predicted = link.path.forecast_ns() + slice.forecast_ns;
   attempt.limit_ns = limit_ns(predicted);
   if (predicted > 0) {
@@ -291,7 +288,7 @@ void Engine::send(Link& link, Slice& slice, uint32_t slot, bool is_hedge) {
     if (has_replicas_ && !slice.is_hedged)
       next_hedge_ns_ = std::min(next_hedge_ns_, attempt.asked_ns + attempt.patience_ns);
   }
-  link.path.put_in_flight(slot, attempt);
+  link.ask(slot, attempt);
   link.last_layer = plan.layer;
   Counters& counters = link.counters[plan.layer];
   Status published = link.path.channel()->publish(slot, message_bytes.value());
@@ -402,7 +399,7 @@ void Engine::end(Call& call) {
     if (forecast.slices_left == 0) continue;
     Link& link = *links_[forecast.worker];
     --link.num_chunks;
-    tell_if_idle(link);  // it may only have waited for slices that others answered
+    link.tell_if_idle();  // it may only have waited for slices that others answered
   }
   for (Slice& slice : work->slices) {
     if (slice.state == SliceState::kHomeless) --num_homeless_;

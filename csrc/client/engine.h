@@ -12,7 +12,6 @@
 #pragma once
 
 #include <algorithm>
-#include <deque>
 #include <limits>
 #include <map>
 #include <memory>
@@ -66,7 +65,7 @@ class Engine {
   // Says whether somebody brings the worker back if it is lost.
   void set_remedy(Link& link, bool has_remedy);
   bool has_events() const { return !events_.empty(); }
-  std::vector<ClientEvent> take_events();
+  std::vector<ClientEvent> take_events() { return events_.take(); }
 
   // -- calls --
   // Returns memory for a new call, with empty lists.
@@ -138,7 +137,7 @@ class Engine {
   Status check_holders(const LayerPlan& plan, const ShardPlace& shard,
                        std::span<const uint32_t> workers) const;
   struct WorstShard {
-    Standing standing = Standing::kUsable;
+    Outlook outlook = Outlook::kUsable;
     size_t index = 0;
   };
   WorstShard worst_shard(const Call& call, int64_t now) const;
@@ -160,9 +159,6 @@ class Engine {
   void take(Link& link, const transport::Arrival& arrival);
   void drain(Link& link);
   void drain_all();
-  void supersede(Link& link, const Slice& slice);
-  void release(Link& link, uint32_t slot);
-  void hear(Link& link);
   void take_refusal(Link& link, const Answer& answer);
   void take_rows(Link& link, const Answer& answer);
   void learn(Link& link, const Attempt& attempt, uint64_t reply_bytes);
@@ -172,7 +168,6 @@ class Engine {
   void judge_all(int64_t now);
   void judge_if_due(int64_t real_now);
   void judge_silence(Link& link, int64_t now);
-  int64_t longest_silence_ns(const Link& link) const;
   void end_late_calls(int64_t now);
   bool await_verdict(Call& call, int64_t now);
   Error late_error(const Call& call) const;
@@ -194,14 +189,13 @@ class Engine {
   Link* find_untried(const Slice& slice) const;
   int64_t hedged_until(const Slice& slice) const;
   void give_up_attempts(Slice& slice);
-  void set_stalled(Link& link, bool is_stalled);
+  void begin_stall(Link& link);
   void hedge_all(int64_t now);
   void hedge(Link& link, uint32_t slot, int64_t now);
-  void tell(const Link& link, EventKind kind, std::string reason);
-  void tell_if_idle(const Link& link);
 
   ClientOptions options_;
   int64_t spin_ns_;  // how long a wait spins now
+  Events events_;
   std::vector<std::unique_ptr<Link>> links_;
   std::map<uint32_t, Layer> layers_;
   std::vector<CallPtr> calls_;  // those not ended, parked ones among them, as they were submitted
@@ -218,7 +212,6 @@ class Engine {
   int64_t next_hedge_ns_ = std::numeric_limits<int64_t>::max();
   HedgeBudget hedge_budget_;
   OpenStep step_;
-  std::deque<ClientEvent> events_;
   Cutter cutter_;
   Combiner combiner_;
   BufferPool reply_buffers_;

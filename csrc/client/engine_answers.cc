@@ -40,31 +40,12 @@ void Engine::take(Link& link, const transport::Arrival& arrival) {
     ++link.stale_replies;
     if (answer.is_superseded)
       ++link.counters[link.path.slot(answer.slot)->quarantine->layer].superseded;
-    release(link, answer.slot);
-    tell_if_idle(link);
+    link.release(answer.slot, clock_);
+    link.tell_if_idle();
     admit_parked();  // because the path may have enough slots again
     return pump();
   }
   return answer.refusal ? take_refusal(link, answer) : take_rows(link, answer);
-}
-
-void Engine::supersede(Link& link, const Slice& slice) {
-  if (!link.path.has_in_flight(slice)) return;
-  link.path.supersede(slice);
-  link.is_late = true;  // until the answer has come that nobody needs any more
-}
-
-void Engine::release(Link& link, uint32_t slot) {
-  link.path.release(slot);
-  hear(link);
-  if (link.is_late) link.is_late = owes_late_answer(link, now());
-}
-
-// A whole answer of the worker has come.
-void Engine::hear(Link& link) {
-  // What has arrived was there at the last look, or came just after it.
-  if (link.silence.hear(clock_.at_last_look(), link.path.is_listening()))
-    tell(link, EventKind::kWell, "");
 }
 
 // Only a range error is about the caller's numbers, and every holder would answer the same. Every
@@ -74,13 +55,13 @@ void Engine::take_refusal(Link& link, const Answer& answer) {
   Call& call = *slice.call;
   const LayerPlan& plan = call.layer->plan;
   link.counters[plan.layer].reply_bytes += answer.num_bytes;
-  release(link, answer.slot);
+  link.release(answer.slot, clock_);
   --slice.num_in_flight;
   const bool is_range = answer.refusal->code == ErrorCode::kRange;
   Error error = Error{is_range ? ErrorCode::kRange : ErrorCode::kWorkerFailed,
                       "worker " + link.name + ", layer " + plan.name + ": " + answer.refusal->text}
                     .at({link.name, plan.layer, {}, answer.slot});
-  tell_if_idle(link);
+  link.tell_if_idle();
   if (is_range) return fail(call, std::move(error));
   ++link.counters[plan.layer].failovers;
   if (slice.troubles == nullptr) slice.troubles = std::make_unique<SliceTroubles>();
@@ -110,13 +91,13 @@ void Engine::take_rows(Link& link, const Answer& answer) {
   slice.trace.worker_finished_ns = answer.timing.finished_ns;
   learn(link, attempt, answer.num_bytes);
   slice.state = SliceState::kArrived;
-  release(link, answer.slot);
+  link.release(answer.slot, clock_);
   if (--slice.num_in_flight > 0) {
-    for (const auto& other : links_) supersede(*other, slice);
+    for (const auto& other : links_) other->supersede(slice);
     slice.num_in_flight = 0;
   }
   hedge_budget_.earn();
-  tell_if_idle(link);
+  link.tell_if_idle();
   if (--call.work->slices_left == 0) finish(call);
 }
 
@@ -136,7 +117,7 @@ void Engine::learn(Link& link, const Attempt& attempt, uint64_t reply_bytes) {
   if (--forecast.slices_left > 0) return;
   Link& planned = *links_[forecast.worker];
   --planned.num_chunks;
-  if (&planned != &link) tell_if_idle(planned);  // others have answered what it was to answer
+  if (&planned != &link) planned.tell_if_idle();  // others have answered what it was to answer
   if (!forecast.is_alone || planned.crowded_ns >= call.begun_ns || forecast.predicted.ns == 0)
     return;
   planned.model.record(plan.cost_class, call.work->batch.num_tokens, forecast.predicted,

@@ -37,19 +37,14 @@ void Engine::lose(Link& link, ErrorCode code, const std::string& reason) {
     taken.push_back(&slice);
     return true;
   });
-  link.path.lose(reason);
-  link.liveness.close();
-  link.is_stalled = link.is_late = false;
-  link.silence.forget();
-  link.lost_ns = now();
-  tell(link, EventKind::kLost, reason);
+  link.lose(reason, now());
   for (Slice* slice : taken) {
     Error error = link.lost_error(*slice->call->layer);
     error.code = code;
     make_homeless(*slice, link);
     slice->troubles->add(std::move(error));
   }
-  rehome_all(link.lost_ns);
+  rehome_all(link.lost_ns());
   admit_parked();
 }
 
@@ -81,11 +76,11 @@ void Engine::judge(Link& link, int64_t now) {
   if (const auto failure = link.liveness.read_pulses(now)) return lose_after_drain(link, *failure);
   judge_silence(link, now);
   if (link.path.is_lost()) return;
-  if (link.is_stalled && link.liveness.counter() != link.stalled_at) set_stalled(link, false);
+  link.end_stall_if_it_moved();
   // What waits there may wait long: where others have answered for it until no slot was left, only
   // its late replies would free one.
-  if (link.is_suspect() || link.is_late || !link.is_usable()) move_waiting(link, now);
-  if (!link.owes() && !link.is_stalled && !link.is_late && link.waiting.empty())
+  if (link.standing() != Standing::kWell || !link.can_send()) move_waiting(link, now);
+  if (!link.owes() && !link.is_stalled() && !link.is_late() && link.waiting.empty())
     return link.liveness.rest();
   if (!link.owes()) link.liveness.begin_to_wait(now);
   if (link.is_suspect()) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
@@ -94,8 +89,8 @@ void Engine::judge(Link& link, int64_t now) {
     drain(link);
     if (!link.path.is_lost() && link.path.num_in_flight() == num_owed)
       lose(link, ErrorCode::kWorkerLost, link.liveness.stall_text(now));
-  } else if (!link.is_stalled && link.liveness.is_stalled(now, options_.suspect_ns)) {
-    set_stalled(link, true);
+  } else if (!link.is_stalled() && link.liveness.is_stalled(now, options_.suspect_ns)) {
+    begin_stall(link);
     move_waiting(link, now);
   }
 }
@@ -107,29 +102,20 @@ int64_t Engine::pulse_age_ns(Link& link) {
 
 void Engine::judge_silence(Link& link, int64_t now) {
   const auto lasts = [&](int64_t limits) {
-    return link.silence.lasts_ns(now) > limits * longest_silence_ns(link);
+    return link.silent_ns(now) > limits * link.silence_limit_ns(options_.call_timeout_ns);
   };
   if (!link.liveness.is_judged()) return;
   if (lasts(1)) drain(link);  // an answer may just have come
   if (link.path.is_lost()) return;
   if (lasts(2)) {
-    const char* pulse = link.is_stalled ? "" : " although its pulse goes on";
+    const char* pulse = link.is_stalled() ? "" : " although its pulse goes on";
     return lose(link, ErrorCode::kWorkerLost,
                 std::string("answers nothing") + pulse + ": no whole answer for " +
-                    seconds_text(link.silence.lasts_ns(now)) +
+                    seconds_text(link.silent_ns(now)) +
                     "; raise ipc.call_timeout_s if it is only slow");
   }
-  if (lasts(1) && !link.silence.is_suspect()) {
-    link.silence.suspect();
-    tell(link, EventKind::kSuspect, "answers nothing");
-  }
+  if (lasts(1) && !link.is_distrusted()) link.distrust();
   if (link.answers_nothing()) relieve(link, now);
-}
-
-// A worker of which much is predicted has as much more time as its calls have.
-int64_t Engine::longest_silence_ns(const Link& link) const {
-  return std::max(
-      {options_.call_timeout_ns, link.silence.limit_ns(), link.path.longest_limit_ns()});
 }
 
 // What has arrived by now counts, however late it is looked at.
@@ -159,9 +145,10 @@ bool Engine::await_verdict(Call& call, int64_t now) {
     const bool is_asked =
         slice.state == SliceState::kInFlight || slice.state == SliceState::kWaiting;
     if (!is_asked || !link.may_have_stand_in || !link.liveness.is_judged() ||
-        link.silence.has_heard_since(call.asked_ns))
+        link.has_answered_since(call.asked_ns))
       return false;
-    const int64_t verdict = now + 2 * longest_silence_ns(link) - link.silence.lasts_ns(now);
+    const int64_t verdict =
+        now + 2 * link.silence_limit_ns(options_.call_timeout_ns) - link.silent_ns(now);
     until = std::max(until, verdict + options_.park_ns);
   }
   call.deadline_ns = std::max(call.deadline_ns, std::min(until, latest));
@@ -237,9 +224,7 @@ Status Engine::retire_path(Link& link, const std::string& reason) {
 
 Status Engine::renew_path(Link& link, NewPath path) {
   DFLASH_TRY(check_idle(link));
-  link.silence.pause(now(), longest_silence_ns(link));
-  link.path.renew(std::move(path));
-  link.is_late = false;
+  link.renew(std::move(path), now(), options_.call_timeout_ns);
   rehome_all(now());
   admit_parked();
   pump();
@@ -255,8 +240,7 @@ Status Engine::replace_worker(Link& link, NewPath path, OwnedFd pulse) {
     return refuse("it is not lost; renew its data path, or mark it lost first");
   if (path.generation == link.path.generation())
     return refuse("its fresh path has the generation of the lost one");
-  link.path.renew(std::move(path));
-  link.liveness = Liveness(std::move(pulse));
+  link.replace(std::move(path), std::move(pulse));
   rehome_all(now());
   admit_parked();
   pump();
@@ -320,7 +304,7 @@ Status Engine::judge_step() {
         lose(link, ErrorCode::kWorkerLost, link.liveness.stall_text(now));
       } else if (link.liveness.is_stalled(now, options_.suspect_ns) &&
                  step_.has_stand_in(link, links_, layers_)) {
-        if (!link.is_stalled) set_stalled(link, true);
+        if (!link.is_stalled()) begin_stall(link);
         return Error{ErrorCode::kTimeout, "worker " + link.name + " showed " +
                                               link.liveness.stall_text(now) +
                                               ", and others hold its experts"}
@@ -340,9 +324,9 @@ void Engine::end_step(const StepResult& result) {
   const std::vector<StepPath> paths(step_.paths().begin(), step_.paths().end());
   step_.end(links_, layers_, result);
   for (const StepMessage& message : result.answered) {
-    if (Link* answering = link(message.worker)) hear(*answering);
+    if (Link* answering = link(message.worker)) answering->hear(clock_.at_last_look());
   }
-  for (const StepPath& path : paths) tell_if_idle(*links_[path.worker]);
+  for (const StepPath& path : paths) links_[path.worker]->tell_if_idle();
   admit_parked();
   pump();
 }

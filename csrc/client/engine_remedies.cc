@@ -63,9 +63,9 @@ void Engine::rehome_one(Slice& slice, int64_t now) {
     --num_homeless_;
     return give(slice, *home, now);
   }
-  const Standing standing =
-      standing_of(holders_of(slice), links_, now, options_.reconnect_grace_ns, troubles.refused_by);
-  if (standing != Standing::kGone && slice.num_attempts < kMostAttempts) {
+  const Outlook outlook =
+      outlook_of(holders_of(slice), links_, now, options_.reconnect_grace_ns, troubles.refused_by);
+  if (outlook != Outlook::kGone && slice.num_attempts < kMostAttempts) {
     if (troubles.parked_ns == 0) troubles.parked_ns = now;
     if (now - troubles.parked_ns <= options_.park_ns) return;
   }
@@ -105,8 +105,8 @@ Link* Engine::find_home(Slice& slice, int64_t now) const {
     Link* link = pick_holder(holders, links_, troubles.refused_by);
     if (link == nullptr) return nullptr;
     // Not yet the last resort, as long as another holder may be back at once.
-    if (link->is_last_resort && standing_of(holders, links_, now, options_.reconnect_grace_ns,
-                                            troubles.refused_by) != Standing::kUsable)
+    if (link->is_last_resort && outlook_of(holders, links_, now, options_.reconnect_grace_ns,
+                                           troubles.refused_by) != Outlook::kUsable)
       return nullptr;
     if (fits(slice, link->path.geometry())) return link;
     troubles.pass_over(link->index, "worker " + link->name + " has slots too small for the slice");
@@ -126,14 +126,14 @@ bool Engine::can_move(const Slice& slice, const Link& from) const {
   const auto holders = holders_of(slice);
   const bool is_holder = std::find(holders.begin(), holders.end(), from.index) != holders.end();
   const bool can_stay =
-      is_holder && from.is_usable() && !from.is_suspect() && from.admission == Admission::kOpen;
-  if (can_stay && !from.is_late) return false;
+      is_holder && from.can_send() && !from.is_suspect() && from.admission == Admission::kOpen;
+  if (can_stay && !from.is_late()) return false;
   const std::span<const uint32_t> refused =
       slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
   const Link* other = pick_holder(holders, links_, refused, &from);
   if (other == nullptr || !fits(slice, other->path.geometry())) return false;
-  if (from.answers_nothing()) return !other->silence.is_suspect();
-  if (other->is_suspect() || other->is_late || other->is_last_resort ||
+  if (from.answers_nothing()) return !other->is_distrusted();
+  if (other->standing() != Standing::kWell || other->is_last_resort ||
       other->admission != Admission::kOpen)
     return false;
   // One that is merely late keeps what it is predicted to do sooner than the other.
@@ -165,7 +165,7 @@ void Engine::relieve(Link& link, int64_t now) {
   }
   for (Slice* slice : owed) {
     Link* other = find_untried(*slice);
-    if (other == nullptr || other->silence.is_suspect()) continue;
+    if (other == nullptr || other->is_distrusted()) continue;
     give_up_attempts(*slice);
     give(*slice, *other, now);
   }
@@ -178,9 +178,9 @@ void Engine::hedge_all(int64_t now) {
   next_hedge_ns_ = std::numeric_limits<int64_t>::max();
   for (const auto& link : links_) {
     if (link->path.is_lost()) continue;
-    link->is_late = owes_late_answer(*link, now);
+    link->look_for_late(now);
     for (uint32_t slot = 0; slot < link->path.slots().size(); ++slot) hedge(*link, slot, now);
-    if (link->is_late) move_waiting(*link, now);  // none of them needs to be asked twice for that
+    if (link->is_late()) move_waiting(*link, now);  // none of them needs to be asked twice for that
   }
 }
 
@@ -193,7 +193,7 @@ void Engine::hedge(Link& link, uint32_t slot, int64_t now) {
   Slice& slice = *attempt.slice;
   if (holders_of(slice).size() < 2) return;
   const auto look_again = [this](int64_t when) { next_hedge_ns_ = std::min(next_hedge_ns_, when); };
-  if (!link.is_suspect() && !is_late(attempt, now)) {
+  if (!link.is_suspect() && !attempt.is_late(now)) {
     if (attempt.patience_ns > 0) look_again(attempt.asked_ns + attempt.patience_ns);
     return;
   }
@@ -210,15 +210,9 @@ void Engine::hedge(Link& link, uint32_t slot, int64_t now) {
   send(*other, slice, *free, true);
 }
 
-void Engine::set_stalled(Link& link, bool is_stalled) {
-  link.is_stalled = is_stalled;
-  if (is_stalled) {
-    link.stalled_at = link.liveness.counter();
-    next_hedge_ns_ = 0;  // what it owes is asked of others at once
-    tell(link, EventKind::kSuspect, "no progress");
-  } else {
-    tell(link, EventKind::kWell, "");
-  }
+void Engine::begin_stall(Link& link) {
+  link.begin_stall();
+  next_hedge_ns_ = 0;  // what it owes is asked of others at once
 }
 
 // -- attempts that used up a call's time
@@ -294,7 +288,7 @@ void Engine::give_up_attempts(Slice& slice) {
     const bool has_waited = slice.state == SliceState::kWaiting && slice.worker == link->index;
     if (!is_under_way && !has_waited) continue;
     link->waiting.take_out([&slice](const Slice& one) { return &one == &slice; });
-    supersede(*link, slice);
+    link->supersede(slice);
     link->counters[plan.layer].failovers += is_under_way ? 1 : 0;
     slice.troubles->worker = link->index;
     slice.troubles->refused_by.push_back(link->index);
@@ -317,7 +311,7 @@ void Engine::set_admission(Link& link, Admission admission) {
   rehome_all(now());
   admit_parked();
   pump();
-  tell_if_idle(link);
+  link.tell_if_idle();
 }
 
 void Engine::set_remedy(Link& link, bool has_remedy) {
@@ -325,23 +319,6 @@ void Engine::set_remedy(Link& link, bool has_remedy) {
   if (has_remedy) return;
   rehome_all(now());  // nobody waits for it any more
   admit_parked();
-}
-
-std::vector<ClientEvent> Engine::take_events() {
-  std::vector<ClientEvent> taken(events_.begin(), events_.end());
-  events_.clear();
-  return taken;
-}
-
-void Engine::tell(const Link& link, EventKind kind, std::string reason) {
-  if (events_.size() == kMaxEvents) events_.pop_front();
-  events_.push_back({link.index, kind, std::move(reason)});
-}
-
-void Engine::tell_if_idle(const Link& link) {
-  if (link.admission == Admission::kDraining && link.num_chunks == 0 && link.waiting.empty() &&
-      !link.owes())
-    tell(link, EventKind::kIdle, "");
 }
 
 }  // namespace dflash::client

@@ -392,7 +392,7 @@ std::vector<WorkerReport> ExpertClient::workers() const {
   const Turn turn(state_->turns);
   std::vector<WorkerReport> reports;
   for (const auto& link : state_->engine.links()) {
-    reports.push_back({link->name, link->path.state(), link->is_suspect(), link->admission,
+    reports.push_back({link->name, link->path.state(), link->standing(), link->admission,
                        link->reason(), link->path.num_quarantined(), link->stale_replies,
                        link->path.generation()});
   }

@@ -25,7 +25,7 @@ Link* pick_holder(std::span<const uint32_t> holders, Links links,
 Link* find_on_trial(std::span<const uint32_t> holders, Links links);
 
 // What can be expected of the holders of a shard that have not refused, from the best to the worst.
-enum class Standing : uint8_t {
+enum class Outlook : uint8_t {
   kUsable,      // one of them can be asked now
   kPathBusy,    // none now, but a data path is being renewed, or lent to a device step
   kComingBack,  // all are lost, and somebody brings one of them back
@@ -33,18 +33,11 @@ enum class Standing : uint8_t {
 };
 // `grace_ns`: for so long after its loss, a holder that is brought back is preferred to the last
 // resort.
-Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns,
-                     std::span<const uint32_t> refused_by = {});
+Outlook outlook_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns,
+                   std::span<const uint32_t> refused_by = {});
 // Names everybody who held a shard of the layer and is lost, and how; one of them at least is.
 Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Links links);
 
-// Whether an unanswered attempt at `link` is late enough for a second holder.
-inline bool is_late(const Attempt& attempt, int64_t now) {
-  return attempt.patience_ns > 0 && now - attempt.asked_ns >= attempt.patience_ns;
-}
-// Whether a worker owes an answer that is late. One that another holder has given instead is late
-// until it has come.
-bool owes_late_answer(const Link& link, int64_t now);
 // An attempt is not late before this time has passed, or three times what was predicted for it and
 // all that was before it: shorter waits are those of a busy machine.
 inline constexpr int64_t kLeastPatienceNs = 2'000'000;

@@ -133,11 +133,20 @@ enum class PathState : uint8_t {
 };
 const char* path_state_name(PathState state);
 
+// How a worker stands, from the best to the worst.
+enum class Standing : uint8_t {
+  kWell,
+  kLate,  // it has owed an answer for longer than was predicted; others are preferred
+  // It owes answers and shows no progress, or gives none: what it owes is asked of others too.
+  kSuspect,
+  kLost,  // it was given up, until it is replaced
+};
+
 // How a worker and its path stand.
 struct WorkerReport {
   std::string name;
   PathState path = PathState::kFresh;
-  bool is_suspect = false;
+  Standing standing = Standing::kWell;
   Admission admission = Admission::kOpen;
   std::string reason;  // why the worker was lost or is suspected, or why its path is worn
   uint32_t quarantined_slots = 0;
