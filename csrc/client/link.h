@@ -18,9 +18,7 @@
 #include "client/call.h"
 #include "client/liveness.h"
 #include "client/path.h"
-#include "client/silence.h"
 #include "client/types.h"
-#include "client/watch_clock.h"
 #include "client/worker_model.h"
 
 namespace dflash::client {
@@ -31,14 +29,15 @@ class WaitingSlices {
   bool empty() const { return slices_.empty(); }
   // The predicted time of all of them together: for how long the worker still has work.
   int64_t forecast_ns() const { return forecast_ns_; }
-  Slice& front() { return *slices_.front(); }
   void push(Slice& slice) {
     slices_.push_back(&slice);
     forecast_ns_ += slice.forecast_ns;
   }
-  void pop() {
-    forecast_ns_ -= slices_.front()->forecast_ns;
+  Slice& take_first() {
+    Slice& first = *slices_.front();
+    forecast_ns_ -= first.forecast_ns;
     slices_.pop_front();
+    return first;
   }
   // A slice that was under way before comes first: its call waits longest.
   void push_front(Slice& slice) {
@@ -53,9 +52,6 @@ class WaitingSlices {
       forecast_ns_ -= slice->forecast_ns;
       return true;
     });
-  }
-  void drop(const Call& call) {
-    take_out([&call](const Slice& slice) { return slice.call == &call; });
   }
   const std::deque<Slice*>& slices() const { return slices_; }
 
@@ -83,8 +79,8 @@ class Events {
 };
 
 // How the worker stands is the worst of what speaks against it: the loss of its path, a stall, a
-// silence (silence.h), a late answer. It changes only in the functions under "standing", which tell
-// everything that a supervisor has to know, once.
+// silence (liveness.h), a late answer. It changes only in the functions under "standing", which
+// tell everything that a supervisor has to know, once.
 class Link {
  public:
   Link(NewWorker worker, uint32_t worker_index, Events& events)
@@ -109,7 +105,17 @@ class Link {
   int64_t backlog_ns() const { return waiting.forecast_ns() + path.forecast_ns() + cut_ns; }
   // Why it is lost, worn or suspected; empty otherwise.
   std::string reason() const;
+  // Such as "worker w1 was lost: hung up", and as an error " (layer model.layers.3.mlp.experts)".
+  std::string lost_text() const { return "worker " + name + " was lost: " + path.reason(); }
   Error lost_error(const Layer& layer) const;
+  // An error that begins with the worker, or with its data path, and names it as its place.
+  Error error(ErrorCode code, const std::string& what) const {
+    return Error{code, "worker " + name + " " + what}.at({name, {}, {}, {}});
+  }
+  Error path_error(const std::string& what) const {
+    return Error{ErrorCode::kInvalidArgument, "the data path of worker " + name + " " + what}.at(
+        {name, {}, {}, {}});
+  }
 
   // -- standing --
   Standing standing() const {
@@ -126,12 +132,7 @@ class Link {
   // The same after it owes nothing any more, or was replaced: it has to answer something before it
   // is trusted again.
   bool is_distrusted() const { return silence_.is_suspect(); }
-  // Whether it can be asked for that answer.
-  bool is_on_trial() const {
-    return is_distrusted() && !path.is_listening() && waiting.empty() && can_send();
-  }
-  bool has_answered_since(int64_t when) const { return silence_.has_heard_since(when); }
-  int64_t silent_ns(int64_t now) const { return silence_.lasts_ns(now); }
+  const Silence& silence() const { return silence_; }
   // How long it may be silent: as long as what it owes may take, or owed on its former paths.
   int64_t silence_limit_ns(int64_t call_timeout_ns) const {
     return std::max({call_timeout_ns, silence_.limit_ns(), path.longest_limit_ns()});
@@ -232,6 +233,16 @@ class Link {
 // The workers of a client, by index.
 using Links = std::span<const std::unique_ptr<Link>>;
 
+// The workers, and by which settings and which clock they are judged: what all parts of the engine
+// (engine.h) read. The engine alone adds workers and lets the clock look. All times named `now` are
+// the clock's own.
+struct Crew {
+  ClientOptions options;
+  std::vector<std::unique_ptr<Link>> links;
+  WatchClock clock;
+  int64_t now() const { return clock.at(now_ns()); }
+};
+
 // An answer that another holder gave instead is late until it has come.
 inline void Link::look_for_late(int64_t now) {
   is_late_ = std::any_of(path.slots().begin(), path.slots().end(), [now](const Slot& slot) {
@@ -255,11 +266,9 @@ inline std::string Link::reason() const {
   return is_stalled() ? "shows no progress" : answers_nothing() ? "answers nothing" : "";
 }
 
-// Makes an error such as "worker w1 was lost: hung up (layer model.layers.3.mlp.experts)".
 inline Error Link::lost_error(const Layer& layer) const {
-  return Error{ErrorCode::kWorkerLost, "worker " + name + " was lost: " + path.reason() +
-                                           " (layer " + layer.plan.name + ")"}
-      .at({name, layer.plan.layer, {}, {}});
+  return Error{ErrorCode::kWorkerLost, lost_text() + " (layer " + layer.plan.name + ")"}.at(
+      {name, layer.plan.layer, {}, {}});
 }
 
 }  // namespace dflash::client

@@ -3,6 +3,7 @@
 #include "client/router.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace dflash::client {
 namespace {
@@ -44,7 +45,9 @@ Link* pick_holder(std::span<const uint32_t> holders, Links links,
 Link* find_on_trial(std::span<const uint32_t> holders, Links links) {
   for (const uint32_t holder : holders) {
     Link* link = links[holder].get();
-    if (link->is_on_trial() && link->admission == Admission::kOpen) return link;
+    if (link->is_distrusted() && !link->path.is_listening() && link->waiting.empty() &&
+        link->can_send() && link->admission == Admission::kOpen)
+      return link;
   }
   return nullptr;
 }
@@ -71,18 +74,16 @@ Outlook outlook_of(std::span<const uint32_t> holders, Links links, int64_t now, 
 }
 
 Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Links links) {
-  Error error;
-  bool is_first = true;
+  std::optional<Error> error;
   for (const uint32_t holder : holders) {
     const Link& link = *links[holder];
     if (!link.path.is_lost()) continue;
-    if (is_first)
-      error = link.lost_error(layer);
+    if (error)
+      error->message += "; " + link.lost_text();
     else
-      error.message += "; worker " + link.name + " was lost: " + link.path.reason();
-    is_first = false;
+      error = link.lost_error(layer);
   }
-  return error;
+  return error.value_or(Error());
 }
 
 }  // namespace dflash::client

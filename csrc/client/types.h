@@ -29,7 +29,7 @@ struct ClientOptions {
   // The time of a call from submit(), and the time in which a worker that owes answers must give
   // one: without, it is suspected, and lost after twice that. Where the workers' models predict
   // more, both get more (engine.h). Time in which nobody looks at what arrives does not count
-  // (watch_clock.h).
+  // (liveness.h).
   int64_t call_timeout_ns;
   // A worker whose progress counter stands still for so long while it owes replies is lost.
   int64_t stall_timeout_ns;

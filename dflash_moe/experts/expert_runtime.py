@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CLOSED = "this ExpertRuntime is closed; start another"
-# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/engine.h).
+# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/calls.h).
 MAX_PATIENCE = 20
 
 

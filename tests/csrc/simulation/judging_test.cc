@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "client/watch_clock.h"
+#include "client/liveness.h"
 #include "simulation/virtual_scene.h"
 
 namespace dflash::simulation {
