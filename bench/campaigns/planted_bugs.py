@@ -64,8 +64,8 @@ class Finding:
     elapsed_s: float
 
 
-_RECEIVE, _PATH, _ANSWERS = "csrc/client/receive.cc", "csrc/client/path.cc", "csrc/client/engine_answers.cc"
-_LOSSES, _REMEDIES = "csrc/client/engine_losses.cc", "csrc/client/engine_remedies.cc"
+_ANSWERS, _PATH, _SENDING = "csrc/client/answers.cc", "csrc/client/path.cc", "csrc/client/sending.cc"
+_LOSSES, _REMEDIES = "csrc/client/losses.cc", "csrc/client/remedies.cc"
 _ENGINE = "csrc/client/engine.cc"
 
 BUGS = {
@@ -77,25 +77,25 @@ BUGS = {
         ),
         Bug(
             "quarantine_forgotten", "a late reply does not give its slot back",
-            _ANSWERS, "    release(link, answer.slot);\n    tell_if_idle(link);\n    admit_parked();",
-            "    tell_if_idle(link);\n    admit_parked();",
+            _ANSWERS, "  link.release(slot, crew_.clock);\n  link.tell_if_idle();\n",
+            "  link.tell_if_idle();\n",
         ),
         Bug(
             "attempt_not_compared", "a reply to another attempt passes for the one that is awaited",
-            _RECEIVE, "         header.attempt == attempt.number &&\n", "",
+            _ANSWERS, "         header.attempt == attempt.number &&\n", "",
         ),
         Bug(
             "generation_not_compared", "a frame of a former path passes",
-            _RECEIVE, "decoded.value().generation != path.generation() ||\n      ", "",
+            _ANSWERS, "decoded.value().generation != path.generation() ||\n      ", "",
         ),
         Bug(
             "call_not_compared", "a reply is taken by its slot alone, whichever call it names",
-            _RECEIVE, "return header.call_id == slice.call->id && header.layer == plan.layer &&",
+            _ANSWERS, "return header.call_id == slice.call->id && header.layer == plan.layer &&",
             "return header.layer == plan.layer &&",
         ),
         Bug(
             "checksum_skipped", "rows are taken without comparing their checksum",
-            _RECEIVE, "sum.finish() != header.payload_checksum || ", "",
+            _ANSWERS, "sum.finish() != header.payload_checksum || ", "",
         ),
         Bug(
             "requeued_although_under_way", "a slice that another holder is still asked for is sent a third time",
@@ -104,12 +104,12 @@ BUGS = {
         ),
         Bug(
             "loss_ends_calls", "a lost worker ends its calls although another holder is there",
-            _LOSSES, "    make_homeless(*slice, link);\n    slice->troubles->add(std::move(error));\n",
-            "    if (!slice->call->is_done) fail(*slice->call, std::move(error));\n",
+            _LOSSES, "    calls_.make_homeless(*slice, link);\n    slice->troubles->add(std::move(error));\n",
+            "    if (!slice->call->is_done) calls_.fail(*slice->call, std::move(error));\n",
         ),
         Bug(
             "superseded_not_detached", "the reply of the slower holder is taken too",
-            _ANSWERS, "    for (const auto& other : links_) supersede(*other, slice);\n", "",
+            _ANSWERS, "    for (const auto& other : crew_.links) other->supersede(slice);\n", "",
         ),
         Bug(
             "deadlines_not_judged", "calls do not end at their deadline",
@@ -117,15 +117,16 @@ BUGS = {
         ),
         Bug(
             "hedges_not_counted", "bytes of second requests are in no counter",
-            _ENGINE, "    ++counters.hedges;\n    counters.hedge_request_bytes += message_bytes.value();\n", "",
+            _SENDING, "    ++counters.hedges;\n    counters.hedge_request_bytes += message_bytes.value();\n", "",
         ),
         Bug(
             "refusal_ends_calls", "a refusal that is not about the numbers ends the call although another holder could answer",
-            _ANSWERS, "  if (is_range) return fail(call, std::move(error));", "  return fail(call, std::move(error));",
+            _ANSWERS, "  if (is_range) return calls_.fail(call, std::move(error));",
+            "  return calls_.fail(call, std::move(error));",
         ),
         Bug(
             "holders_left_unasked", "at its deadline a call fails although a holder was not asked yet",
-            _LOSSES, "    if (has_replicas_ && ask_untried(*call, now)) continue;\n", "",
+            _LOSSES, "    if (remedies_.ask_untried(*call, now)) continue;\n", "",
         ),
         Bug(
             "hedges_without_budget", "second requests for slices that are merely slow need no token",
@@ -138,8 +139,8 @@ BUGS = {
         ),
         Bug(
             "stall_ignored", "a worker that shows no progress is suspected and never lost",
-            _LOSSES, "if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {\n    const",
-            "if (link.liveness.is_stalled(now, 1000 * options_.stall_timeout_ns)) {\n    const",
+            _LOSSES, "if (link.liveness.is_stalled(now, crew_.options.stall_timeout_ns)) {\n    const",
+            "if (link.liveness.is_stalled(now, 1000 * crew_.options.stall_timeout_ns)) {\n    const",
         ),
         Bug(
             "silence_ignored", "a worker that answers nothing is suspected and never lost",
@@ -148,18 +149,18 @@ BUGS = {
         Bug(
             "pulse_ends_silence", "a pulse lifts the suspicion that a worker answers nothing",
             _LOSSES, "  judge_silence(link, now);\n",
-            "  if (!link.liveness.is_stalled(now, kTickNs)) hear(link);\n  judge_silence(link, now);\n",
+            "  if (!link.liveness.is_stalled(now, kTickNs)) link.hear(now);\n  judge_silence(link, now);\n",
         ),
         Bug(
             "path_ends_silence", "a fresh data path lifts the suspicion that a worker answers nothing",
-            _LOSSES, "  link.silence.pause(now(), longest_silence_ns(link));\n",
-            "  static_cast<void>(link.silence.hear(now(), false));\n",
+            _ENGINE, "  link.renew(std::move(path), crew_.now(), crew_.options.call_timeout_ns);\n",
+            "  link.renew(std::move(path), crew_.now(), crew_.options.call_timeout_ns);\n  link.hear(crew_.now());\n",
         ),
         Bug(
             "absence_counts", "time in which nobody looked at what had arrived counts against workers",
-            _ENGINE, "  clock_.look(began);\n",
-            "  const int64_t from = clock_.at_last_look() == 0 ? began : began - 20'000'000'000;\n"
-            "  for (int64_t at = from; at < began; at += kTickNs) clock_.look(at);\n  clock_.look(began);\n",
+            _ENGINE, "  crew_.clock.look(began);\n",
+            "  const int64_t from = crew_.clock.at_last_look() == 0 ? began : began - 20'000'000'000;\n"
+            "  for (int64_t at = from; at < began; at += kTickNs) crew_.clock.look(at);\n  crew_.clock.look(began);\n",
         ),
     )
 }  # fmt: skip

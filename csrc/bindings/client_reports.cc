@@ -14,10 +14,10 @@ namespace {
 
 // How a worker stands, in one word.
 const char* worker_state(const client::WorkerReport& report) {
-  if (report.path == client::PathState::kLost) return "lost";
+  if (report.standing == client::Standing::kLost) return "lost";
   if (report.admission == client::Admission::kDraining) return "draining";
   if (report.path == client::PathState::kWorn) return "retired";
-  return report.is_suspect ? "suspect" : "ready";
+  return report.standing == client::Standing::kSuspect ? "suspect" : "ready";
 }
 
 py::dict coefficients_dict(const client::CostCoefficients& found, double residual,

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,8 +16,8 @@
 #include "base/token_batch.h"
 #include "client/buffer_pool.h"
 #include "client/exchange.h"
-#include "client/slicing.h"
 #include "client/types.h"
+#include "client/worker_model.h"
 
 namespace dflash::client {
 
@@ -53,17 +54,17 @@ struct SliceTroubles {
     refused_by.push_back(holder);
     told.insert(told.empty() ? told.end() : told.end() - 1, std::move(why));
   }
-  // Everything that happened, as one text.
-  std::string all_told() const {
+  // What happened, without the `num_left_out` last ones, as one text.
+  std::string all_told(size_t num_left_out = 0) const {
     std::string all;
-    for (const std::string& one : told) all.append(all.empty() ? "" : "; ").append(one);
+    for (size_t i = 0; i + num_left_out < told.size(); ++i)
+      all.append(all.empty() ? "" : "; ").append(told[i]);
     return all;
   }
   // The last trouble, and in its message those before it.
   Error error() const {
     Error all = last.value_or(Error{ErrorCode::kWorkerLost, "no holder can be asked"});
-    for (size_t i = 0; i + 1 < told.size(); ++i)
-      all.message += (i == 0 ? "; before that: " : "; ") + told[i];
+    if (told.size() > 1) all.message += "; before that: " + all_told(1);
     return all;
   }
 };
@@ -86,11 +87,20 @@ struct Slice {
   uint32_t num_experts = 0;  // distinct experts that it asks for
   int64_t forecast_ns = 0;   // its share of the time predicted for its chunk
   Buffer reply_rows;         // [row_end - row_begin, out_size] in reply_dtype, once arrived
-  SliceTrace trace{};        // of the attempt that was answered first
+  ReplyTimes times;          // of the attempt that was answered first
   std::unique_ptr<SliceTroubles> troubles;  // null while all went well
 
   uint32_t num_rows() const { return row_end - row_begin; }
   uint32_t num_pairs() const { return pair_end - pair_begin; }
+  SliceTroubles& trouble() {
+    if (troubles == nullptr) troubles = std::make_unique<SliceTroubles>();
+    return *troubles;
+  }
+  // The workers that are not asked for it again.
+  std::span<const uint32_t> refused_by() const {
+    return troubles == nullptr ? std::span<const uint32_t>() : troubles->refused_by;
+  }
+  std::span<const uint32_t> holders() const;
 };
 
 // One request on its way: a slice that was sent to one holder.
@@ -105,6 +115,9 @@ struct Attempt {
   int64_t patience_ns = 0;
   int64_t limit_ns = 0;  // a worker that answers nothing for longer is suspected
   uint64_t request_bytes = 0;
+
+  // Whether it is unanswered for so long that another holder may be asked as well.
+  bool is_late(int64_t now) const { return patience_ns > 0 && now - asked_ns >= patience_ns; }
 };
 
 // A chunk is the rows of a call at one shard; this is how its worker was predicted to take it.
@@ -132,7 +145,7 @@ class Call {
   const Layer* layer = nullptr;
   int64_t submitted_ns = 0;
   int64_t ended_ns = 0;  // set before `is_done` publishes it, as `done_ns` is
-  // By the watch clock (watch_clock.h): when it was submitted, when it is late, when it ended.
+  // By the watch clock (liveness.h): when it was submitted, when it is late, when it ended.
   int64_t asked_ns = 0, deadline_ns = 0, done_ns = 0;
   // When the client began to cut it: at submit, or when it was admitted after it had been parked.
   int64_t begun_ns = 0;
@@ -144,5 +157,9 @@ class Call {
   std::atomic<bool> is_done = false;
 };
 using CallPtr = std::shared_ptr<Call>;
+
+inline std::span<const uint32_t> Slice::holders() const {
+  return call->layer->holders[shard_index];
+}
 
 }  // namespace dflash::client

@@ -5,8 +5,9 @@
 #include <limits>
 #include <utility>
 
-#include "client/encode.h"
 #include "client/router.h"
+#include "wire/frame.h"
+#include "wire/payload.h"
 
 namespace dflash::client {
 namespace {
@@ -16,21 +17,16 @@ class RowWalk {
  public:
   RowWalk(Call& call, uint32_t shard_index, uint32_t worker, const CutLimits& limits)
       : call_(call),
-        plan_(call.layer->plan),
-        rows_(call.work->shard_rows[shard_index]),
-        limits_(limits) {
-    next_.call = &call;
-    next_.shard_index = shard_index;
-    next_.worker = worker;
-    next_.request_dtype = limits.request_dtype;
-    next_.reply_dtype = limits.reply_dtype;
-  }
+        shard_index_(shard_index),
+        worker_(worker),
+        limits_(limits),
+        rows_(call.work->shard_rows[shard_index]) {}
 
   // Appends the slices of those rows that lie between the end of the last range and `token_end`.
   Status cut_range(uint32_t token_end) {
-    uint32_t row_end = next_.row_end;
+    uint32_t row_end = row_;
     while (row_end < rows_.tokens.size() && rows_.tokens[row_end] < token_end) ++row_end;
-    for (bool is_first = true; next_.row_end < row_end; is_first = false) {
+    for (bool is_first = true; row_ < row_end; is_first = false) {
       DFLASH_TRY(append(row_end));
       if (!is_first) ++num_splits_;
     }
@@ -41,61 +37,68 @@ class RowWalk {
  private:
   // Appends one slice: the rows up to `row_end`, or as many as fit after halving them repeatedly.
   Status append(uint32_t row_end) {
-    next_.row_begin = next_.row_end;
-    next_.pair_begin = next_.pair_end;
-    for (uint32_t num_rows = row_end - next_.row_begin;; num_rows = (num_rows + 1) / 2) {
-      next_.row_end = next_.row_begin + num_rows;
-      next_.pair_end = next_.pair_begin;
-      for (uint32_t row = next_.row_begin; row < next_.row_end; ++row)
-        next_.pair_end += rows_.row_counts[row];
-      if (fits()) break;
+    Slice& slice = call_.work->slices.emplace_back();
+    slice.call = &call_;
+    slice.shard_index = shard_index_;
+    slice.worker = worker_;
+    slice.request_dtype = limits_.request_dtype;
+    slice.reply_dtype = limits_.reply_dtype;
+    slice.row_begin = row_;
+    slice.pair_begin = pair_;
+    for (uint32_t num_rows = row_end - row_;; num_rows = (num_rows + 1) / 2) {
+      slice.row_end = row_ + num_rows;
+      slice.pair_end = pair_;
+      for (uint32_t row = row_; row < slice.row_end; ++row) slice.pair_end += rows_.row_counts[row];
+      if (fits(slice, limits_.slot)) break;
       if (num_rows == 1) {
-        return Error{ErrorCode::kInvalidArgument,
-                     "layer " + plan_.name + ": a row with " + std::to_string(next_.num_pairs()) +
-                         " experts does not fit a slot of " +
-                         std::to_string(limits_.slot.request_bytes) + " + " +
-                         std::to_string(limits_.slot.reply_bytes) +
-                         " bytes; raise ipc.shared_bytes"};
+        return refuse("a row with " + std::to_string(slice.num_pairs()) +
+                      " experts does not fit a slot of " +
+                      std::to_string(limits_.slot.request_bytes) + " + " +
+                      std::to_string(limits_.slot.reply_bytes) + " bytes; raise ipc.shared_bytes");
       }
     }
     if (num_slices_ > std::numeric_limits<uint16_t>::max()) {
-      return Error{
-          ErrorCode::kInvalidArgument,
-          "layer " + plan_.name + ": " + std::to_string(call_.work->batch.num_tokens) +
-              " tokens make more than 65536 slices; submit fewer tokens or raise the slice"};
+      return refuse(std::to_string(call_.work->batch.num_tokens) +
+                    " tokens make more than 65536 slices; submit fewer tokens or raise the slice");
     }
-    next_.index = static_cast<uint16_t>(num_slices_++);
-    Slice& slice = call_.work->slices.emplace_back();
-    slice.call = next_.call;
-    slice.shard_index = next_.shard_index;
-    slice.worker = next_.worker;
-    slice.index = next_.index;
-    slice.request_dtype = next_.request_dtype;
-    slice.reply_dtype = next_.reply_dtype;
-    slice.row_begin = next_.row_begin;
-    slice.row_end = next_.row_end;
-    slice.pair_begin = next_.pair_begin;
-    slice.pair_end = next_.pair_end;
+    slice.index = static_cast<uint16_t>(num_slices_++);
+    row_ = slice.row_end;
+    pair_ = slice.pair_end;
     return ok();
   }
-  bool fits() const {
-    const uint64_t request =
-        request_message_bytes(plan_, next_.num_rows(), next_.num_pairs(), next_.request_dtype);
-    const uint64_t reply = reply_message_bytes(plan_, next_.num_rows(), next_.reply_dtype);
-    return request != 0 && reply != 0 && request <= limits_.slot.request_bytes &&
-           reply <= limits_.slot.reply_bytes;
+  Error refuse(const std::string& what) const {
+    return Error{ErrorCode::kInvalidArgument, "layer " + call_.layer->plan.name + ": " + what};
   }
 
   Call& call_;
-  const LayerPlan& plan_;
-  const ShardRows& rows_;
+  const uint32_t shard_index_, worker_;
   const CutLimits& limits_;
-  Slice next_;
+  const ShardRows& rows_;
+  uint32_t row_ = 0, pair_ = 0;  // one past those that were cut
   uint32_t num_slices_ = 0;
   uint64_t num_splits_ = 0;
 };
 
 }  // namespace
+
+uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_t num_pairs,
+                               Dtype dtype) {
+  const auto layout = wire::RequestLayout::of(num_rows, num_pairs, plan.in_size, dtype);
+  return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
+}
+
+uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dtype) {
+  const auto layout = wire::ReplyLayout::of(num_rows, plan.out_size, dtype);
+  return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
+}
+
+bool fits(const Slice& slice, const transport::SlotGeometry& slot) {
+  const LayerPlan& plan = slice.call->layer->plan;
+  const uint64_t request =
+      request_message_bytes(plan, slice.num_rows(), slice.num_pairs(), slice.request_dtype);
+  const uint64_t reply = reply_message_bytes(plan, slice.num_rows(), slice.reply_dtype);
+  return request != 0 && reply != 0 && request <= slot.request_bytes && reply <= slot.reply_bytes;
+}
 
 Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
                            const CutLimits& limits) {

@@ -13,6 +13,14 @@
 
 namespace dflash::client {
 
+// Bytes of the request and of the reply for `num_rows` rows and `num_pairs` pairs, header included;
+// 0 where a limit of the protocol is exceeded.
+uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_t num_pairs,
+                               Dtype dtype);
+uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dtype);
+// Whether both messages of a slice are allowed and fit a slot.
+bool fits(const Slice& slice, const transport::SlotGeometry& slot);
+
 // The limits for the slices of one shard. The dtypes are those of its messages.
 struct CutLimits {
   uint32_t slice_tokens = 1;

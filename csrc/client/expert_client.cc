@@ -3,14 +3,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/expert_client.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <cstring>
+#include <type_traits>
 
 #include "base/convert.h"
 #include "base/float_mode.h"
-#include "client/call.h"
 #include "client/engine.h"
 #include "client/turn.h"
 #include "wire/limits.h"
@@ -81,11 +78,38 @@ Status check_policy(SlicePolicy policy) {
 }  // namespace
 
 struct ExpertClient::State {
-  explicit State(const ClientOptions& options)
-      : engine(options),
-        worn_bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-        event_bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+  // The engine for one short turn. At its end the keepers are told: it may have worn out a path,
+  // ended the last call on a worn one, or changed how a worker stands.
+  class Inside {
+   public:
+    explicit Inside(State& state) : state_(state), turn_(state.turns) {}
+    ~Inside() { state_.tell_keepers(); }
+    Engine* operator->() { return &state_.engine; }
 
+   private:
+    State& state_;
+    const Turn turn_;
+  };
+
+  explicit State(const ClientOptions& options) : engine(options) {}
+
+  // Calls `use` with a worker's link in one short turn. Returns what it returns, which is a Status
+  // where that is nothing. Errors: kInvalidArgument where there is no such worker.
+  template <class Use>
+  auto with_link(uint32_t worker, Use use) {
+    using Returned = std::invoke_result_t<Use, Link&>;
+    using Answer = std::conditional_t<std::is_void_v<Returned>, Status, Returned>;
+    const Inside inside(*this);
+    Link* link = engine.link(worker);
+    if (link == nullptr)
+      return Answer(argument_error("there is no worker " + std::to_string(worker)));
+    if constexpr (std::is_void_v<Returned>) {
+      use(*link);
+      return Answer(ok());
+    } else {
+      return use(*link);
+    }
+  }
   // Called with the turn. Drives until `is_met` holds. Returns false if `until` has passed or
   // somebody wants the turn.
   template <class Condition>
@@ -108,111 +132,78 @@ struct ExpertClient::State {
     }
     return false;
   }
-  // Called with the turn, after anything that may have worn out a path, ended the last call on a
-  // worn one, or changed how a worker stands.
+  // Called with the turn.
   void tell_keepers() {
-    if (!is_rung && engine.has_path_to_retire()) ring();
-    if (!has_told && engine.has_events()) {
-      const uint64_t one = 1;
-      has_told = ::write(event_bell.get(), &one, sizeof one) == sizeof one;
-    }
-  }
-  void ring() {
-    const uint64_t one = 1;
-    is_rung = ::write(worn_bell.get(), &one, sizeof one) == sizeof one;
-  }
-  Result<Link*> link(uint32_t worker) {
-    Link* found = engine.link(worker);
-    if (found == nullptr) return argument_error("there is no worker " + std::to_string(worker));
-    return found;
+    if (engine.has_path_to_retire()) worn_bell.ring();
+    if (!engine.events().empty()) event_bell.ring();
   }
 
-  mutable TurnTable turns;
+  TurnTable turns;
   Engine engine;  // used by whoever has the turn
-  OwnedFd worn_bell, event_bell;
-  // Whether the bells hold a count; used by whoever has the turn.
-  bool is_rung = false, has_told = false;
+  Bell worn_bell, event_bell;
 };
 
 ExpertClient::ExpertClient(const ClientOptions& options)
     : state_(std::make_unique<State>(options)) {}
 ExpertClient::~ExpertClient() = default;
 
+// -- workers and layers --
+
 Result<uint32_t> ExpertClient::add_worker(NewWorker worker) {
   if (worker.path.channel == nullptr)
     return argument_error("worker " + worker.name + " has no channel");
   DFLASH_TRY(check_policy(worker.policy));
-  const Turn turn(state_->turns);
-  return state_->engine.add_worker(std::move(worker));
+  return State::Inside(*state_)->add_worker(std::move(worker));
 }
 
 Status ExpertClient::define_layer(const LayerPlan& plan) {
-  const Turn turn(state_->turns);
-  return state_->engine.define_layer(plan);
+  return State::Inside(*state_)->define_layer(plan);
 }
 
 Status ExpertClient::set_policy(uint32_t worker, SlicePolicy policy) {
   DFLASH_TRY(check_policy(policy));
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  link.value()->policy = policy;
-  link.value()->model.forget_records();
-  return ok();
+  return state_->with_link(worker, [&](Link& link) {
+    link.policy = policy;
+    link.model.forget_records();
+  });
 }
 
 Status ExpertClient::set_dtypes(uint32_t worker, Dtype request_dtype, Dtype reply_dtype) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  link.value()->request_dtype = request_dtype;
-  link.value()->reply_dtype = reply_dtype;
-  return ok();
+  return state_->with_link(worker, [&](Link& link) {
+    link.request_dtype = request_dtype;
+    link.reply_dtype = reply_dtype;
+  });
 }
 
 Status ExpertClient::set_holders(uint32_t layer, uint32_t shard,
                                  const std::vector<uint32_t>& workers) {
-  const Turn turn(state_->turns);
-  Status set = state_->engine.set_holders(layer, shard, workers);
-  state_->tell_keepers();
-  return set;
+  return State::Inside(*state_)->set_holders(layer, shard, workers);
 }
 
 Status ExpertClient::set_admission(uint32_t worker, Admission admission) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  state_->engine.set_admission(*link.value(), admission);
-  state_->tell_keepers();
-  return ok();
+  return state_->with_link(worker,
+                           [&](Link& link) { state_->engine.set_admission(link, admission); });
 }
 
 Status ExpertClient::set_remedy(uint32_t worker, bool has_remedy) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  state_->engine.set_remedy(*link.value(), has_remedy);
-  return ok();
+  return state_->with_link(worker,
+                           [&](Link& link) { state_->engine.set_remedy(link, has_remedy); });
 }
 
 Status ExpertClient::set_stand_in(uint32_t worker, bool may_come) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  link.value()->may_have_stand_in = may_come;
-  return ok();
+  return state_->with_link(worker, [&](Link& link) { link.may_have_stand_in = may_come; });
 }
 
 void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
-  const Turn turn(state_->turns);
-  if (Link* link = state_->engine.link(worker)) state_->engine.lose_after_drain(*link, reason);
-  state_->tell_keepers();
+  static_cast<void>(state_->with_link(
+      worker, [&](Link& link) { state_->engine.lose_after_drain(link, reason); }));
 }
 
+// -- calls --
+
 Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
-  const Turn turn(state_->turns);
-  Engine& engine = state_->engine;
-  const Layer* found = engine.layer(layer);
+  State::Inside engine(*state_);
+  const Layer* found = engine->layers().find(layer);
   if (found == nullptr)
     return argument_error("layer " + std::to_string(layer) + " is not in the layer table");
   const ErrorPlace here{{}, layer, {}, {}};
@@ -220,14 +211,12 @@ Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
     return std::move(valid).error().at(here);
   auto call = std::make_shared<Call>();
   call->layer = found;
-  call->work = engine.take_work();
+  call->work = engine->calls().take_work();
   call->work->batch = batch;
   call->work->shard_rows.resize(found->plan.shards.size());
   Status routed = route(batch, found->experts, call->work->shard_rows);
   if (!routed.ok()) return std::move(routed).error().with("layer " + found->plan.name).at(here);
-  Status started = engine.start(call);
-  state_->tell_keepers();
-  if (!started.ok()) return std::move(started).error();
+  DFLASH_TRY(engine->start(call));
   return call;
 }
 
@@ -237,8 +226,8 @@ bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
   while (!is_done() && !tick.has_passed()) {
     if (!state.turns.acquire_to_drive(tick)) continue;
     // The turn goes back whenever any call has ended, because its waiter sleeps until then.
-    const uint64_t num_ended = state.engine.num_ended();
-    state.drive(tick, [&] { return is_done() || state.engine.num_ended() != num_ended; });
+    const uint64_t num_ended = state.engine.calls().num_ended();
+    state.drive(tick, [&] { return is_done() || state.engine.calls().num_ended() != num_ended; });
     state.turns.release();
   }
   return this->is_done(
@@ -262,16 +251,16 @@ Status ExpertClient::outcome(const CallPtr& call) {
 }
 
 void ExpertClient::abandon(const CallPtr& call) {
-  const Turn turn(state_->turns);
-  state_->engine.fail(*call, Error{ErrorCode::kClosed, "the call was abandoned"});
-  state_->tell_keepers();
+  State::Inside(*state_)->calls().fail(*call, Error{ErrorCode::kClosed, "the call was abandoned"});
 }
 
+// -- between calls --
+
 bool ExpertClient::hold(Deadline tick) {
-  Engine& engine = state_->engine;
-  return state_->drive_until(tick, [&engine] {
-    if (engine.is_held() && !engine.is_closed()) return false;
-    engine.hold();
+  Calls& calls = state_->engine.calls();
+  return state_->drive_until(tick, [&calls] {
+    if (calls.is_held() && !calls.is_closed()) return false;
+    calls.hold();
     return true;
   });
 }
@@ -279,7 +268,8 @@ bool ExpertClient::hold(Deadline tick) {
 bool ExpertClient::wait_until_quiet(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->tell_keepers();
-    return state_->engine.is_closed() || state_->engine.num_under_way() == 0;
+    const Calls& calls = state_->engine.calls();
+    return calls.is_closed() || calls.num_under_way() == 0;
   });
 }
 
@@ -287,103 +277,79 @@ bool ExpertClient::wait_until_fit(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->engine.wear_out_unfit();
     state_->tell_keepers();
-    return state_->engine.is_closed() || !state_->engine.must_step_wait();
+    return state_->engine.calls().is_closed() || !state_->engine.must_step_wait();
   });
 }
 
-void ExpertClient::resume() {
-  const Turn turn(state_->turns);
-  state_->engine.resume();
-}
+void ExpertClient::resume() { State::Inside(*state_)->resume(); }
 
-void ExpertClient::close() {
-  const Turn turn(state_->turns);
-  state_->engine.close();
-}
+void ExpertClient::close() { State::Inside(*state_)->calls().close(); }
 
-int ExpertClient::event_fd() const { return state_->event_bell.get(); }
+// -- data paths and events --
+
+int ExpertClient::event_fd() const { return state_->event_bell.fd(); }
 
 std::vector<ClientEvent> ExpertClient::take_events() {
   const Turn turn(state_->turns);
-  uint64_t count = 0;
-  static_cast<void>(::read(state_->event_bell.get(), &count, sizeof count));
-  state_->has_told = false;
-  return state_->engine.take_events();
+  state_->event_bell.quieten();
+  return state_->engine.events().take();
 }
 
-int ExpertClient::worn_fd() const { return state_->worn_bell.get(); }
+int ExpertClient::worn_fd() const { return state_->worn_bell.fd(); }
 
 void ExpertClient::wake_renewer() {
   const Turn turn(state_->turns);
-  state_->ring();
+  state_->worn_bell.ring();
 }
 
 std::vector<WornPath> ExpertClient::retire_worn_paths() {
   const Turn turn(state_->turns);
-  uint64_t count = 0;
-  static_cast<void>(::read(state_->worn_bell.get(), &count, sizeof count));
-  state_->is_rung = false;
+  state_->worn_bell.quieten();
   return state_->engine.retire_worn_paths();
 }
 
 Result<int64_t> ExpertClient::pulse_age_ns(uint32_t worker) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  const int64_t age_ns = state_->engine.pulse_age_ns(*link.value());
-  state_->tell_keepers();
-  return age_ns;
+  return state_->with_link(
+      worker, [&](Link& link) -> Result<int64_t> { return state_->engine.pulse_age_ns(link); });
 }
 
 Status ExpertClient::retire_path(uint32_t worker, const std::string& reason) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  return state_->engine.retire_path(*link.value(), reason);
+  return state_->with_link(worker,
+                           [&](Link& link) { return state_->engine.retire_path(link, reason); });
 }
 
 Status ExpertClient::renew_path(uint32_t worker, NewPath path) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  if (path.channel == nullptr) return argument_error("a data path needs a channel");
-  return state_->engine.renew_path(*link.value(), std::move(path));
+  return state_->with_link(worker, [&](Link& link) -> Status {
+    if (path.channel == nullptr) return argument_error("a data path needs a channel");
+    return state_->engine.renew_path(link, std::move(path));
+  });
 }
 
 Status ExpertClient::replace_worker(uint32_t worker, NewPath path, OwnedFd pulse) {
-  const Turn turn(state_->turns);
-  auto link = state_->link(worker);
-  if (!link.ok()) return std::move(link).error();
-  if (path.channel == nullptr) return argument_error("a data path needs a channel");
-  Status replaced = state_->engine.replace_worker(*link.value(), std::move(path), std::move(pulse));
-  state_->tell_keepers();
-  return replaced;
+  return state_->with_link(worker, [&](Link& link) -> Status {
+    if (path.channel == nullptr) return argument_error("a data path needs a channel");
+    return state_->engine.replace_worker(link, std::move(path), std::move(pulse));
+  });
 }
+
+// -- device steps --
 
 Result<StepLease> ExpertClient::begin_step(uint32_t num_calls) {
-  const Turn turn(state_->turns);
-  return state_->engine.begin_step(num_calls);
+  return State::Inside(*state_)->begin_step(num_calls);
 }
 
-Status ExpertClient::judge_step() {
-  const Turn turn(state_->turns);
-  Status judged = state_->engine.judge_step();
-  state_->tell_keepers();
-  return judged;
-}
+Status ExpertClient::judge_step() { return State::Inside(*state_)->judge_step(); }
 
-void ExpertClient::end_step(const StepResult& result) {
-  const Turn turn(state_->turns);
-  state_->engine.end_step(result);
-  state_->tell_keepers();
-}
+void ExpertClient::end_step(const StepResult& result) { State::Inside(*state_)->end_step(result); }
+
+// -- what is known --
 
 std::vector<CountersOf> ExpertClient::counters() const {
   const Turn turn(state_->turns);
   std::vector<CountersOf> all;
-  for (uint32_t worker = 0; worker < state_->engine.links().size(); ++worker) {
-    for (const auto& [layer, counters] : state_->engine.link(worker)->counters)
-      all.push_back({worker, layer, counters});
+  for (const auto& link : state_->engine.links()) {
+    for (const auto& [layer, counters] : link->counters)
+      all.push_back({link->index, layer, counters});
   }
   return all;
 }
@@ -392,7 +358,7 @@ std::vector<WorkerReport> ExpertClient::workers() const {
   const Turn turn(state_->turns);
   std::vector<WorkerReport> reports;
   for (const auto& link : state_->engine.links()) {
-    reports.push_back({link->name, link->path.state(), link->is_suspect(), link->admission,
+    reports.push_back({link->name, link->path.state(), link->standing(), link->admission,
                        link->reason(), link->path.num_quarantined(), link->stale_replies,
                        link->path.generation()});
   }
@@ -407,18 +373,13 @@ std::vector<WorkerForecast> ExpertClient::forecasts() const {
 }
 
 void ExpertClient::set_spinning(bool is_allowed) {
-  const Turn turn(state_->turns);
-  state_->engine.set_spinning(is_allowed);
+  State::Inside(*state_)->set_spinning(is_allowed);
 }
 
-void ExpertClient::set_profile(bool on) {
-  const Turn turn(state_->turns);
-  state_->engine.set_profile(on);
-}
+void ExpertClient::set_profile(bool on) { State::Inside(*state_)->calls().set_profile(on); }
 
 std::vector<SliceTrace> ExpertClient::take_traces() {
-  const Turn turn(state_->turns);
-  return state_->engine.take_traces();
+  return State::Inside(*state_)->calls().take_traces();
 }
 
 }  // namespace dflash::client

@@ -35,14 +35,11 @@ std::string Path::reason() const {
 }
 
 void Path::renew(NewPath path) {
+  lose("");
   channel_ = std::move(path.channel);
   generation_ = path.generation;
-  slots_.assign(channel_->geometry().num_slots, Slot{});
-  num_in_flight_ = 0;
-  forecast_ns_ = 0;
-  num_quarantined_ = 0;
-  has_sent_ = is_leased_ = is_worn_ = is_retired_ = false;
-  reason_.clear();
+  slots_.resize(channel_->geometry().num_slots);
+  has_sent_ = is_worn_ = is_retired_ = false;
 }
 
 void Path::lose(std::string reason) {

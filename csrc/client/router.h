@@ -8,7 +8,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "client/link.h"
@@ -21,11 +23,11 @@ Link* pick_holder(std::span<const uint32_t> holders, Links links,
                   std::span<const uint32_t> refused_by = {}, const Link* except = nullptr);
 
 // Returns a holder that must answer something before it is trusted again and can be asked now, or
-// null. A call asks it first, and others soon if no answer comes (Engine::relieve).
+// null. A call asks it first, and others soon if no answer comes (Remedies::relieve).
 Link* find_on_trial(std::span<const uint32_t> holders, Links links);
 
 // What can be expected of the holders of a shard that have not refused, from the best to the worst.
-enum class Standing : uint8_t {
+enum class Outlook : uint8_t {
   kUsable,      // one of them can be asked now
   kPathBusy,    // none now, but a data path is being renewed, or lent to a device step
   kComingBack,  // all are lost, and somebody brings one of them back
@@ -33,22 +35,34 @@ enum class Standing : uint8_t {
 };
 // `grace_ns`: for so long after its loss, a holder that is brought back is preferred to the last
 // resort.
-Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns,
-                     std::span<const uint32_t> refused_by = {});
+Outlook outlook_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns,
+                   std::span<const uint32_t> refused_by = {});
 // Names everybody who held a shard of the layer and is lost, and how; one of them at least is.
 Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Links links);
 
-// Whether an unanswered attempt at `link` is late enough for a second holder.
-inline bool is_late(const Attempt& attempt, int64_t now) {
-  return attempt.patience_ns > 0 && now - attempt.asked_ns >= attempt.patience_ns;
-}
-// Whether a worker owes an answer that is late. One that another holder has given instead is late
-// until it has come.
-bool owes_late_answer(const Link& link, int64_t now);
 // An attempt is not late before this time has passed, or three times what was predicted for it and
 // all that was before it: shorter waits are those of a busy machine.
 inline constexpr int64_t kLeastPatienceNs = 2'000'000;
 inline constexpr int64_t kLatePatience = 3;
+
+// When somebody looks next whether an attempt is late. Nobody does before a shard has got several
+// holders, because there is nobody else to ask.
+class LateWatch {
+ public:
+  void begin() { is_on_ = true; }
+  bool is_on() const { return is_on_; }
+  void look_by(int64_t when) { next_ns_ = std::min(next_ns_, when); }
+  void look_at_once() { next_ns_ = 0; }
+  // Somebody looks now, and says by when to look again.
+  void clear() { next_ns_ = kNever; }
+  bool is_due(int64_t now) const { return is_on_ && now >= next_ns_; }
+  int64_t next_ns() const { return is_on_ ? next_ns_ : kNever; }
+
+ private:
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  bool is_on_ = false;
+  int64_t next_ns_ = kNever;  // by the watch clock
+};
 
 // Bounds the second requests for slices that are merely slow: it starts full, every slice that
 // arrives adds a share of a token, and every such request takes one.

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "client/encode.h"
 #include "wire/limits.h"
 #include "wire/payload.h"
 

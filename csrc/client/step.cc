@@ -12,37 +12,29 @@
 namespace dflash::client {
 namespace {
 
-Error refusal(ErrorCode code, const Link& link, const std::string& why) {
-  return Error{code, "worker " + link.name + " " + why}.at({link.name, {}, {}, {}});
-}
-
 // Why a path cannot be lent now but can be soon.
 std::optional<Error> busy_error(const Link& link) {
   const PathState state = link.path.state();
-  if (state == PathState::kLeased || state == PathState::kWorn) {
-    return Error{ErrorCode::kInvalidArgument, "the data path of worker " + link.name + " is " +
-                                                  path_state_name(state) +
-                                                  "; a device step needs a usable one"}
-        .at({link.name, {}, {}, {}});
-  }
+  if (state == PathState::kLeased || state == PathState::kWorn)
+    return link.path_error(std::string("is ") + path_state_name(state) +
+                           "; a device step needs a usable one");
   if (link.path.is_listening() || !link.waiting.empty())
-    return refusal(ErrorCode::kInvalidArgument, link,
-                   "still owes replies; a device step begins when all calls are done");
+    return link.error(ErrorCode::kInvalidArgument,
+                      "still owes replies; a device step begins when all calls are done");
   return std::nullopt;
 }
 
 // A shard's k-th place among its worker's shards of the layer is its slot.
 std::optional<Error> unfit_error(const Link& link, size_t num_shards) {
-  if (!link.path.channel()->ring()) {
-    return refusal(ErrorCode::kUnsupported, link,
-                   std::string("is reached by ") + link.path.channel()->kind() +
-                       "; device steps need shared memory: call experts() outside of a step");
-  }
+  if (!link.path.channel()->ring())
+    return link.error(ErrorCode::kUnsupported,
+                      std::string("is reached by ") + link.path.channel()->kind() +
+                          "; device steps need shared memory: call experts() outside of a step");
   const uint32_t num_slots = link.path.geometry().num_slots;
   if (num_shards < num_slots) return std::nullopt;
-  return refusal(ErrorCode::kUnsupported, link,
-                 "has " + std::to_string(num_slots) + " slots, too few for its shards of a layer " +
-                     "in a device step: call experts() outside of a step");
+  return link.error(ErrorCode::kUnsupported,
+                    "has " + std::to_string(num_slots) + " slots, too few for its shards of a " +
+                        "layer in a device step: call experts() outside of a step");
 }
 
 // The choice for one shard, or why there is none. `num_shards` counts each worker's shards of the
@@ -139,17 +131,18 @@ bool OpenStep::has_stand_in(const Link& link, Links links,
   return true;
 }
 
-void OpenStep::end(Links links, const std::map<uint32_t, Layer>& layers, const StepResult& result) {
+void OpenStep::end(Links links, const std::map<uint32_t, Layer>& layers, const StepResult& result,
+                   int64_t now) {
   for (size_t at = 0; at < paths_.size(); ++at) {
     Link& link = *links[paths_[at].worker];
     if (has(link, paths_[at]))
       link.path.end_lease(at < result.used.size() ? &result.used[at] : nullptr, result.has_failed);
   }
-  paths_.clear();
   for (const StepMessage& message : result.answered) {
     if (message.worker >= links.size()) continue;
-    const Link& link = *links[message.worker];
-    Counters& counters = links[message.worker]->counters[message.layer];
+    Link& link = *links[message.worker];
+    link.hear(now);
+    Counters& counters = link.counters[message.layer];
     ++counters.calls;
     counters.rows += message.num_rows;
     counters.pairs += message.num_pairs;
@@ -161,6 +154,8 @@ void OpenStep::end(Links links, const std::map<uint32_t, Layer>& layers, const S
     counters.floor_bytes += wire::floor_bytes(message.num_rows, message.num_pairs, plan.in_size,
                                               link.request_dtype, plan.out_size, link.reply_dtype);
   }
+  for (const StepPath& path : paths_) links[path.worker]->tell_if_idle();
+  paths_.clear();
 }
 
 }  // namespace dflash::client

@@ -39,8 +39,9 @@ class OpenStep {
  public:
   // Hands the chosen paths over.
   StepLease begin(Links links, StepChoice choice, int64_t now);
-  // Takes the paths back, those that are not lost meanwhile, and counts what was answered on them.
-  void end(Links links, const std::map<uint32_t, Layer>& layers, const StepResult& result);
+  // Takes the paths back, those that are not lost meanwhile, and books what was answered on them.
+  void end(Links links, const std::map<uint32_t, Layer>& layers, const StepResult& result,
+           int64_t now);
   std::span<const StepPath> paths() const { return paths_; }
   // Whether the path is lent to the step and its worker was not lost since.
   bool has(const Link& link, const StepPath& path) const {

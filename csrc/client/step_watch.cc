@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/step_watch.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -11,21 +8,17 @@ namespace dflash::client {
 
 StepWatch::StepWatch(std::shared_ptr<ExpertClient> client, const StepLease& lease, int64_t limit_ns,
                      std::string late, std::function<void()> stop)
-    : client_(std::move(client)),
-      late_(std::move(late)),
-      stop_(std::move(stop)),
-      over_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    : client_(std::move(client)), late_(std::move(late)), stop_(std::move(stop)) {
   clock_.look(now_ns());
   deadline_ns_ = clock_.at_last_look() + limit_ns;
-  fds_.push_back({over_.get(), POLLIN, 0});
+  fds_.push_back({over_.fd(), POLLIN, 0});
   for (const LeasedPath& path : lease.paths) fds_.push_back({path.hangup_fd, POLLRDHUP, 0});
   thread_ = std::thread([this] { watch(); });
 }
 
 StepWatch::~StepWatch() {
   is_over_.store(true, std::memory_order_relaxed);
-  const uint64_t one = 1;
-  static_cast<void>(::write(over_.get(), &one, sizeof one));
+  over_.ring();
   thread_.join();
 }
 

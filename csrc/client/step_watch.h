@@ -15,11 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/owned_fd.h"
-#include "base/result.h"
 #include "client/expert_client.h"
-#include "client/watch_clock.h"
+#include "client/liveness.h"
+#include "client/turn.h"
 
 namespace dflash::client {
 
@@ -50,7 +48,7 @@ class StepWatch {
   const std::shared_ptr<ExpertClient> client_;
   const std::string late_;
   const std::function<void()> stop_;
-  const OwnedFd over_;       // an eventfd; where the system has none left, the end waits for a look
+  Bell over_;                // rung once, at the end
   std::vector<pollfd> fds_;  // over_, then the ends of the workers
   WatchClock clock_;         // of the thread, once it runs
   int64_t deadline_ns_ = 0;  // by that clock

@@ -10,23 +10,30 @@
 
 namespace dflash::client {
 
-TurnTable::TurnTable() : bell_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+Bell::Bell() : fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+
+void Bell::ring() {
+  const uint64_t one = 1;
+  if (!is_rung_) is_rung_ = ::write(fd(), &one, sizeof one) == sizeof one;
+}
+
+void Bell::quieten() {
+  uint64_t count = 0;
+  if (is_rung_ && ::read(fd(), &count, sizeof count) == sizeof count) is_rung_ = false;
+}
 
 void TurnTable::acquire() {
   std::unique_lock lock(mutex_);
   if (is_taken_) {
     is_shared_.store(true, std::memory_order_relaxed);
     num_wanting_.fetch_add(1, std::memory_order_relaxed);
-    if (!is_rung_ && bell_.is_open()) {
-      const uint64_t one = 1;
-      is_rung_ = ::write(bell_.get(), &one, sizeof one) == sizeof one;
-    }
+    bell_.ring();
     ++num_sleeping_;
     while (is_taken_) released_.wait(lock);
     --num_sleeping_;
     num_wanting_.fetch_sub(1, std::memory_order_relaxed);
   }
-  quieten_bell();
+  if (!is_wanted()) bell_.quieten();
   is_taken_ = true;
 }
 
@@ -59,13 +66,6 @@ void TurnTable::release() {
     has_sleepers = num_sleeping_ > 0;
   }
   if (has_sleepers) released_.notify_all();
-}
-
-// The last thread that wanted a short turn empties the bell. The caller holds mutex_.
-void TurnTable::quieten_bell() {
-  if (!is_rung_ || is_wanted()) return;
-  uint64_t count = 0;
-  if (::read(bell_.get(), &count, sizeof count) == sizeof count) is_rung_ = false;
 }
 
 }  // namespace dflash::client

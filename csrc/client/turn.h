@@ -13,15 +13,27 @@
 
 namespace dflash::client {
 
+// An eventfd that is readable while it is rung. Not thread-safe. If the system has none left,
+// whoever listens looks by itself after a while.
+class Bell {
+ public:
+  Bell();
+  int fd() const { return fd_.get(); }  // negative where the system had none left
+  void ring();
+  void quieten();
+
+ private:
+  OwnedFd fd_;
+  bool is_rung_ = false;  // whether it holds a count
+};
+
 // Any thread. A thread that has the turn must not ask for it again.
 class TurnTable {
  public:
-  TurnTable();
-
   // What a driver passes to wait_any: it is readable while somebody wants a short turn. It is -1
   // until two threads have met here once, so that a single-threaded host can sleep on a futex; the
   // first meeting costs at most one tick.
-  int wake_fd() const { return is_shared_.load(std::memory_order_relaxed) ? bell_.get() : -1; }
+  int wake_fd() const { return is_shared_.load(std::memory_order_relaxed) ? bell_.fd() : -1; }
   // Whether the driver must give the turn up.
   bool is_wanted() const { return num_wanting_.load(std::memory_order_relaxed) > 0; }
 
@@ -35,18 +47,14 @@ class TurnTable {
   void release();
 
  private:
-  void quieten_bell();
-
   std::mutex mutex_;
   std::condition_variable released_;
   bool is_taken_ = false;
-  bool is_rung_ = false;       // whether the bell holds a count
   uint32_t num_sleeping_ = 0;  // threads that wait for released_
   // Relaxed, because it is a hint to the driver; mutex_ orders everything else.
   std::atomic<uint32_t> num_wanting_ = 0;
   std::atomic<bool> is_shared_ = false;  // relaxed for the same reason
-  // An eventfd. If the system has none left, drivers yield at their next tick.
-  OwnedFd bell_;
+  Bell bell_;                            // guarded by mutex_, but for its descriptor
 };
 
 // Holds a short turn for the length of a scope.

@@ -29,7 +29,7 @@ struct ClientOptions {
   // The time of a call from submit(), and the time in which a worker that owes answers must give
   // one: without, it is suspected, and lost after twice that. Where the workers' models predict
   // more, both get more (engine.h). Time in which nobody looks at what arrives does not count
-  // (watch_clock.h).
+  // (liveness.h).
   int64_t call_timeout_ns;
   // A worker whose progress counter stands still for so long while it owes replies is lost.
   int64_t stall_timeout_ns;
@@ -133,11 +133,20 @@ enum class PathState : uint8_t {
 };
 const char* path_state_name(PathState state);
 
+// How a worker stands, from the best to the worst.
+enum class Standing : uint8_t {
+  kWell,
+  kLate,  // it has owed an answer for longer than was predicted; others are preferred
+  // It owes answers and shows no progress, or gives none: what it owes is asked of others too.
+  kSuspect,
+  kLost,  // it was given up, until it is replaced
+};
+
 // How a worker and its path stand.
 struct WorkerReport {
   std::string name;
   PathState path = PathState::kFresh;
-  bool is_suspect = false;
+  Standing standing = Standing::kWell;
   Admission admission = Admission::kOpen;
   std::string reason;  // why the worker was lost or is suspected, or why its path is worn
   uint32_t quarantined_slots = 0;

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "client/engine.h"
+#include "client/calls.h"
 
 namespace dflash::simulation {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "client/watch_clock.h"
+#include "client/liveness.h"
 #include "wire/frame.h"
 
 namespace dflash::simulation {

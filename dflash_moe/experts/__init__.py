@@ -12,7 +12,7 @@ the result. `ExpertRuntime` (expert_runtime.py) is its face and holds no logic.
 - `observe` tells what happened, `readiness` whether a call would be computed now.
 
 A call's deadline is the client's: `ipc.call_timeout_s`, extended where its own rows must take
-longer, never beyond a multiple of it (`csrc/client/engine.h`). Bits: a holder adds a row's experts
+longer, never beyond a multiple of it (`csrc/client/calls.h`). Bits: a holder adds a row's experts
 ascending in float32 and rounds once; the host adds shards ascending and rounds once. A reply
 counts only where all its fields and its checksum are those of what was asked in its slot, so that
 a late or damaged one costs time and never a bit.

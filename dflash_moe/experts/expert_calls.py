@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/engine.h).
+# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/calls.h).
 MAX_PATIENCE = 20
 
 

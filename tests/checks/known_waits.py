@@ -47,13 +47,8 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock mutex_": "straight: guards the table of calls and the totals, and nothing that waits is called",
         "wait client_": "bounded: takes the caller's deadline as its argument",
     },
-    "csrc/client/expert_client.cc": {
-        "::read": _NON_BLOCKING_BELL,
-        "::write": _NON_BLOCKING_BELL,
-    },
     "csrc/client/step_watch.cc": {
         "::ppoll": "bounded: 5 ms, or less until the step's deadline",
-        "::write": _NON_BLOCKING_BELL,
         "join thread_": "bounded: is_over_ was set and told; the thread looks at it every 5 ms and takes short turns between",
         "lock mutex_": "straight: keeps or copies one error, and nothing is called",
     },

@@ -8,8 +8,6 @@
 #include <numeric>
 #include <string>
 
-#include "client/encode.h"
-
 namespace dflash::client {
 namespace {
 

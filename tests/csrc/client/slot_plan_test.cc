@@ -5,7 +5,7 @@
 
 #include <doctest/doctest.h>
 
-#include "client/encode.h"
+#include "client/cut.h"
 #include "wire/limits.h"
 #include "wire/payload.h"
 

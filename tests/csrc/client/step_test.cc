@@ -202,8 +202,8 @@ TEST_CASE("a worker that shows no progress ends a step early where others hold i
   CHECK(error.code == ErrorCode::kTimeout);
   CHECK(error.place.worker == "w1");  // the others have nobody in their place
   CHECK(error.message.find("others hold its experts") != std::string::npos);
-  CHECK(scene.client.workers()[1].is_suspect);
-  CHECK_FALSE(scene.client.workers()[0].is_suspect);
+  CHECK(scene.client.workers()[1].standing == Standing::kSuspect);
+  CHECK(scene.client.workers()[0].standing != Standing::kSuspect);
   scene.end(lease);
 
   const StepLease next = scene.lease();

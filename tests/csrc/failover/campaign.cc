@@ -268,7 +268,7 @@ class Campaign {
   bool is_settled(uint32_t worker) const {
     const client::WorkerReport report = client_.workers()[worker];
     return report.path == client::PathState::kLost ||
-           (!report.is_suspect && report.quarantined_slots == 0);
+           (report.standing != client::Standing::kSuspect && report.quarantined_slots == 0);
   }
 
   // A supervisor brings back whatever was lost, also what nobody had killed.

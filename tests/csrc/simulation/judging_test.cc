@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "client/watch_clock.h"
+#include "client/liveness.h"
 #include "simulation/virtual_scene.h"
 
 namespace dflash::simulation {
@@ -116,7 +116,7 @@ TEST_CASE("a worker that answers nothing is suspected after one limit and lost a
     Tokens tokens{{2}};
     const auto second = at.scene.submit(tokens);
     CHECK(!at.wait(second, kS));
-    CHECK(at.scene.client.workers()[1].is_suspect);
+    CHECK(at.scene.client.workers()[1].standing == client::Standing::kSuspect);
     CHECK(at.scene.client.workers()[1].reason == "answers nothing");
     CHECK(at.wait(second));
     const Status third = at.call(1).first;
@@ -259,7 +259,7 @@ TEST_CASE("a silence lasts only while an answer is owed, not while a fresh path 
       CHECK(at.call(0).first.ok());
       at.compute(10 * kMs);
     }
-    CHECK(!at.scene.client.workers()[1].is_suspect);
+    CHECK(at.scene.client.workers()[1].standing != client::Standing::kSuspect);
     CHECK(at.call(1).first.ok());
     CHECK(!at.is_lost(1));
   });
@@ -274,7 +274,7 @@ TEST_CASE("a worker that comes back is asked for one thing until it answers, and
       CHECK(at.scene.client.set_holders(3, 1, {1, 0}).ok());
       while (!at.is_lost(1) && at.now() < 60 * kS) CHECK(at.call(1).first.ok());
       at.reconnect(1, true);
-      CHECK(!at.scene.client.workers()[1].is_suspect);
+      CHECK(at.scene.client.workers()[1].standing != client::Standing::kSuspect);
       at.workers[1].is_mute = !answers;
       at.workers[1].num_requests = 0;
       const int64_t back_ns = at.now();

@@ -108,7 +108,7 @@ def test_unknown_room_is_found(tmp_path: Path) -> None:
         ("cards/kernels/x.h", '#include "cards/device_exchange/step_params.h"\n'),
         ("cards/device_exchange/x.cc", '#include "transport/channel.h"\n'),
         ("cards/device_exchange/x.cc", '#include "compute/cpu/kernel_set.h"\n'),
-        ("cards/device_exchange/x.cc", '#include "client/encode.h"\n'),
+        ("cards/device_exchange/x.cc", '#include "client/sending.h"\n'),
         ("plugin/host_device.cc", '#include "cards/device_exchange/gpu_steps.h"\n'),
         ("c_interface/x.cc", '#include "compute/experts/ffn_spec.h"\n'),
         ("client/x.cc", '#include "c_interface/session.h"\n'),

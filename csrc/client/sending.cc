@@ -1,8 +1,9 @@
 // Encoding writes a request front to back into its slot and checksums each block while it is still
 // in the cache; the header comes last, because it carries the checksum.
 // SPDX-License-Identifier: Apache-2.0
-#include "client/encode.h"
+#include "client/sending.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/checksum.h"
@@ -13,6 +14,9 @@
 
 namespace dflash::client {
 namespace {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+              "index arrays are copied to the wire as they lie in memory");
 
 // What was just written is checksummed in blocks of this size, while it is in the first-level
 // cache. It is half of the smallest usual one.
@@ -71,22 +75,8 @@ wire::FrameHeader header_of(const Slice& slice, uint16_t attempt, uint64_t gener
   return header;
 }
 
-}  // namespace
-
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
-              "index arrays are copied to the wire as they lie in memory");
-
-uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_t num_pairs,
-                               Dtype dtype) {
-  const auto layout = wire::RequestLayout::of(num_rows, num_pairs, plan.in_size, dtype);
-  return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
-}
-
-uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dtype) {
-  const auto layout = wire::ReplyLayout::of(num_rows, plan.out_size, dtype);
-  return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
-}
-
+// Writes the whole request of `slice`, its `attempt`th, into `slot` and returns its length. Errors:
+// kRange naming layer and token where a finite hidden state does not fit the wire dtype.
 Result<size_t> encode_request(const Slice& slice, uint16_t attempt, uint64_t generation,
                               std::span<std::byte> slot) {
   const CanonicalFloatMode mode;  // some processors narrow as that mode says
@@ -124,6 +114,74 @@ Result<size_t> encode_request(const Slice& slice, uint16_t attempt, uint64_t gen
   header.payload_checksum = sum.finish(layout.value().payload_bytes);
   wire::encode_frame_header(header, slot.first<wire::kFrameHeaderBytes>());
   return message_bytes;
+}
+
+}  // namespace
+
+// Sends one slice per worker and round, so that every worker starts before any gets its second. In
+// each round the worker with the longest predicted work comes first, because encoding for the
+// others would delay it.
+std::optional<BrokenLink> Sending::pump() {
+  for (bool has_sent = true; has_sent;) {
+    has_sent = false;
+    order_.clear();
+    for (const auto& link : crew_.links) {
+      if (!link->path.is_lost() && !link->waiting.empty()) order_.push_back(link.get());
+    }
+    std::stable_sort(order_.begin(), order_.end(), [](const Link* a, const Link* b) {
+      return a->waiting.forecast_ns() > b->waiting.forecast_ns();
+    });
+    for (Link* link : order_) {
+      if (link->waiting.empty()) continue;  // a call has ended meanwhile
+      const auto slot = link->path.free_slot(link->window);
+      if (!slot) continue;
+      Status sent = send(*link, link->waiting.take_first(), *slot, false);
+      if (!sent.ok()) return BrokenLink{link, std::move(sent).error()};
+      has_sent = true;
+    }
+  }
+  return std::nullopt;
+}
+
+Status Sending::send(Link& link, Slice& slice, uint32_t slot, bool is_hedge) {
+  Attempt attempt{&slice, slice.num_attempts, is_hedge, !link.path.is_listening()};
+  attempt.encode_start_ns = now_ns();
+  auto message_bytes = encode_request(slice, attempt.number, link.path.generation(),
+                                      link.path.channel()->outgoing(slot));
+  if (!message_bytes.ok()) {
+    calls_.fail(*slice.call, std::move(message_bytes).error().at({link.name, {}, {}, slot}));
+    return ok();
+  }
+  const LayerPlan& plan = slice.call->layer->plan;
+  slice.state = SliceState::kInFlight;
+  ++slice.num_attempts;
+  ++slice.num_in_flight;
+  attempt.request_bytes = message_bytes.value();
+  attempt.published_ns = now_ns();
+  attempt.asked_ns = crew_.clock.at(attempt.published_ns);
+  const int64_t predicted = link.path.forecast_ns() + slice.forecast_ns;
+  attempt.limit_ns = calls_.limit_ns(predicted);
+  if (predicted > 0) {
+    attempt.patience_ns = std::max(kLeastPatienceNs, kLatePatience * predicted);
+    if (late_watch_.is_on() && !slice.is_hedged)
+      late_watch_.look_by(attempt.asked_ns + attempt.patience_ns);
+  }
+  link.ask(slot, attempt);
+  link.last_layer = plan.layer;
+  Counters& counters = link.counters[plan.layer];
+  DFLASH_TRY(link.path.channel()->publish(slot, message_bytes.value()));
+  if (is_hedge) {
+    ++counters.hedges;
+    counters.hedge_request_bytes += message_bytes.value();
+    return ok();
+  }
+  ++counters.calls;
+  counters.rows += slice.num_rows();
+  counters.pairs += slice.num_pairs();
+  counters.request_bytes += message_bytes.value();
+  counters.floor_bytes += wire::floor_bytes(slice.num_rows(), slice.num_pairs(), plan.in_size,
+                                            slice.request_dtype, plan.out_size, slice.reply_dtype);
+  return ok();
 }
 
 }  // namespace dflash::client
