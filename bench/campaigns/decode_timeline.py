@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.lab.reference_model import reference_model
 from dflash_moe.bench.harness import Recorder, run_rounds
-from dflash_moe.bench.reference_model import reference_model
 from dflash_moe.bench.results import timing_fields
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,8 +29,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bench.lab.link_check import LinkParams, run_link_check
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.bench.link_check import LinkParams, run_link_check
 from dflash_moe.cli.bench.progress import reporting
 from dflash_moe.cli.main import report
 from dflash_moe.protocol.keys import write_key_file

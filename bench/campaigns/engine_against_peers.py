@@ -33,13 +33,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # The modules of this campaign are bench.peers, and the package is the one of this tree.
 sys.path.insert(0, str(ROOT))
 
+from bench.lab.reference_model import default_cache  # noqa: E402
 from bench.peers import agreement  # noqa: E402
 from bench.peers.model import SHAPES  # noqa: E402
 from bench.peers.rows import READ_BYTES, ReadSpeed, RowCase, all_cases, chosen_cases  # noqa: E402
 from bench.peers.sides import Plan, llama_version  # noqa: E402
 from bench.peers.targets import disturbed, shown_line, summarise  # noqa: E402
 from dflash_moe.bench.harness import Recorder, run_rounds  # noqa: E402
-from dflash_moe.bench.reference_model import default_cache  # noqa: E402
 
 RESULT = ROOT / "bench" / "results" / "engine_against_peers.json"
 

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.lab.reference_model import HIDDEN_SIZE, LAYERS, NUM_EXPERTS, TOP_K, default_cache, reference_model
 from dflash_moe.bench.harness import Recorder, run_rounds
-from dflash_moe.bench.reference_model import HIDDEN_SIZE, LAYERS, NUM_EXPERTS, TOP_K, default_cache, reference_model
 from dflash_moe.bench.results import timing_fields
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.bench.reference_model import reference_model
+from bench.lab.reference_model import reference_model
 from dflash_moe.bench.results import read_result
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,10 +29,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.lab.reference_model import reference_model  # noqa: E402
 from bench.peers.programs import Neighbours  # noqa: E402
 from dflash_moe import ExpertRuntime, Topology  # noqa: E402
 from dflash_moe.bench.harness import Recorder, run_rounds  # noqa: E402
-from dflash_moe.bench.reference_model import reference_model  # noqa: E402
 from dflash_moe.bench.results import timing_fields  # noqa: E402
 from dflash_moe.forward.forward import PackedForward, StepRows  # noqa: E402
 from dflash_moe.forward.host_model import open_host  # noqa: E402

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dflash_moe.bench.reference_model import reference_model
+from bench.lab.reference_model import reference_model
 from dflash_moe.bench.results import read_result
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from bench.lab.overlap import LAYERS, LEARNING_CALLS, OverlapParams, run_overlap
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.bench.overlap import LAYERS, LEARNING_CALLS, OverlapParams, run_overlap
 from dflash_moe.cli.bench.progress import reporting
 from dflash_moe.cli.main import report
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
 
-from dflash_moe.bench.reference_model import reference_model
+from bench.lab.reference_model import reference_model
 from dflash_moe.topology.numerics import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +77,10 @@ class Step:
 
 def _bench(*arguments: object) -> Command:
     return [sys.executable, "-m", "dflash_moe", "bench", *arguments]
+
+
+def _lab(*arguments: object) -> Command:
+    return [sys.executable, "-m", "bench.lab", *arguments]
 
 
 def _campaign(name: str, *arguments: object) -> Command:
@@ -337,7 +341,7 @@ def _gguf_logits(place: Place) -> list[Command]:
 
 def _attention(place: Place) -> list[Command]:
     less: Command = ["--contexts", "64", "--dtypes", "bf16", "--repeat", 1]
-    return [_bench("attention", *_quick(place, [], less), "--json", place.json("attention"))]
+    return [_lab("attention", *_quick(place, [], less), "--json", place.json("attention"))]
 
 
 def _dispatch(place: Place) -> list[Command]:

@@ -233,7 +233,7 @@ def test_the_campaign_of_the_modes_runs_a_setting(model, tmp_path):
 
 
 def test_overlap_measures_whole_calls_against_auto():
-    from dflash_moe.bench.overlap import OverlapParams, run_overlap
+    from bench.lab.overlap import OverlapParams, run_overlap
 
     params = OverlapParams(64, hidden_size=64, moe_intermediate_size=32, num_experts=4, top_k=2, repeat=2, mbit_s=100)
     result = run_overlap(params)

@@ -484,7 +484,7 @@ def test_doctor_says_what_it_cannot_have(capsys, monkeypatch):
     def refuse() -> None:
         raise DflashError("memfd_create: Function not implemented")
 
-    monkeypatch.setitem(doctor.probes.TRANSPORTS, "shared", SimpleNamespace(try_here=refuse))
+    monkeypatch.setitem(probes.TRANSPORTS, "shared", SimpleNamespace(try_here=refuse))
     code, out, _ = run(capsys, "doctor")
     assert code == 0, "a machine that lacks something is no failure"
     assert "note: transport shared: memfd_create: Function not implemented" in out

@@ -1,4 +1,4 @@
-"""The steps of `bench step`: the same calls staged through the host, as a device step, and as one
+"""The steps of `step`: the same calls staged through the host, as a device step, and as one
 queued before it began.
 
 The last is what a captured graph would give: the host's time to queue is hidden behind other work
