@@ -72,17 +72,20 @@ def sweep_family(arch: str, most: int) -> dict[str, Any]:
 def row_of(arch: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the row of a family by what became of its settings."""
     compared = [outcome for outcome in outcomes if "taken" in outcome]
+    usual = next((outcome for outcome in outcomes if not outcome["setting"]), {})
+    as_usual = [outcome for outcome in compared if all(outcome.get(key) == usual.get(key) for key in ("taken", "reason"))]
     return {
         "name": arch,
-        "usual": next((outcome.get("taken", "") for outcome in outcomes if not outcome["setting"]), ""),
-        "reason": next((outcome.get("reason", "") for outcome in outcomes if not outcome["setting"]), ""),
+        "usual": usual.get("taken", ""),
+        "reason": usual.get("reason", ""),
         "settings": len(outcomes),
         "refused": dict(Counter(outcome["refused_by"] for outcome in outcomes if "refused_by" in outcome)),
         "taken": dict(Counter(outcome["taken"] for outcome in compared)),
         "worst_error": max((outcome["error"] for outcome in compared), default=0.0),
         "worst_of_allowed": max((outcome["error"] / outcome["allowed"] for outcome in compared), default=0.0),
         "wrong": [outcome["setting"] or "the usual one" for outcome in outcomes if "is_wrong" in outcome],
-        "outcomes": outcomes,
+        "as_usual": [outcome["setting"] for outcome in as_usual],
+        "outcomes": [outcome for outcome in outcomes if outcome not in as_usual or "is_wrong" in outcome],
     }
 
 

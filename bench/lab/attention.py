@@ -145,11 +145,9 @@ class AttentionCase:
             "us": median * 1e6,
             "bytes_per_s": bytes_per_s,
             "read_bytes_per_s": read,
-            "read_bytes_per_s_samples": list(self.read.bytes_per_s),
             "share_of_read": bytes_per_s / read,
             "gflops": gflops,
             "peak_gflops": peak,
-            "peak_gflops_samples": list(self.peak.gflops),
             "share_of_peak": gflops / peak,
             **timing,
         }

@@ -23,7 +23,6 @@ from dflash_moe import __version__, _core
 from dflash_moe.cli import demo, demo_model, main, options, root
 from dflash_moe.cli.command_line import Commands
 from dflash_moe.cli.doctor import probes
-from dflash_moe.cli.doctor.doctor import doctor
 from dflash_moe.cli.model_path import model_path
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost

@@ -32,7 +32,7 @@ def test_every_worker_and_path_has_a_row_whose_step_gives_the_bits_of_staged_cal
         assert row["same_bits"] is True
         assert "error" not in row
         assert (row["tokens"], row["layers"], row["moe_intermediate_size"], row["mark_us"]) == (1, 2, 16, None)
-        assert len(row["samples_s"]) == len(row["added_samples_us"]) == 1
+        assert len(row["samples_s"]) == 1
         assert row["compute_us"] > 0
         assert row["layer_us"] == pytest.approx(1e6 * row["median_s"] / 2)
         assert row["added_p50_us"] == pytest.approx(row["layer_us"] - row["compute_us"])
