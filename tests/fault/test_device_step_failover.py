@@ -305,9 +305,9 @@ def test_an_interrupt_just_before_the_block_leaves_the_runtime_usable(
 
 def test_faults_at_random_moments_of_steps_cost_no_step_and_no_bit(tmp_path: Path) -> None:
     result = tmp_path / "faults.json"
-    program = ROOT / "bench" / "campaigns" / "device_step_faults.py"
-    command = [sys.executable, str(program), "--faults", "20", "--lone-faults", "2", "--json", str(result)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    program = [sys.executable, "-m", "bench.campaigns.device_step_faults"]
+    command = [*program, "--faults", "20", "--lone-faults", "2", "--json", str(result)]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(result.read_text())["rows"]
     assert sum(row["faults"] for row in rows) == 22
