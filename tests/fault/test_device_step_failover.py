@@ -21,7 +21,7 @@ import pytest
 from dflash_moe import ConfigError, ExpertRuntime, Topology, WorkerError, WorkerLost
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
-from tests.fault.conftest import freeze, wait_until
+from tests.fault.conftest import freeze, pid_of, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, EXPERTS, TOP_K = 2, 64, 8, 3
@@ -97,10 +97,6 @@ def expected(spec: ModelSpec, count: int) -> list[bytes]:
 def counts(runtime: ExpertRuntime) -> tuple[int, int, int]:
     found = runtime.stats()["device_steps"]
     return found["steps"], found["replays"], found["plain"]
-
-
-def pid_of(runtime: ExpertRuntime, name: str) -> int:
-    return next(process.pid for process in runtime.worker_processes() if process.name == name)
 
 
 def kill(runtime: ExpertRuntime, name: str) -> None:
