@@ -1,7 +1,7 @@
 """What calls and decoded tokens take here and at an earlier commit, one worker and no faults. One
 JSON, whose rows `bench compare --rows` judges.
 
-    python bench/campaigns/earlier_commit.py BUILD [--rounds 15] [--calls 2000] [--new-tokens 128]
+    python -m bench.campaigns.earlier_commit BUILD [--rounds 15] [--calls 2000] [--new-tokens 128]
         [--json bench/results/earlier_commit.json]
 
 BUILD is a checkout of the earlier commit with its core built (`make core`). Rows named `earlier`
