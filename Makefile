@@ -136,20 +136,20 @@ pythons: core ## what needs neither torch nor core, on every named Python that P
 verify-all: parts ## every step of results in small, then every family with each odd setting of its configuration, against eager; table: build/campaign/odd_settings.json
 	@mkdir -p build/campaign
 	$(if $(FAMILIES),,@EARLIER_BUILD=$${EARLIER_BUILD:-$(CURDIR)} $(BIN)/python -m bench.record --quick)
-	@$(BIN)/python bench/campaigns/odd_settings.py --out build/campaign/odd_settings.json $(if $(FAMILIES),--families $(FAMILIES)) \
+	@$(BIN)/python -m bench.campaigns.odd_settings --json build/campaign/odd_settings.json $(if $(FAMILIES),--families $(FAMILIES)) \
 	  $(if $(MOST),--most $(MOST))
 
 # SEED=n replays one seed, with its options and last events. BUGS=NAME,... plants bugs first, which
 # must be found: one changed source is compiled for each, all else is linked from build/core.
 simulate: parts ## failures in virtual time: SEEDS=400 seeds of the real client and worker loop, a minute
-	@if [ -n "$(BUGS)" ]; then $(BIN)/python bench/campaigns/planted_bugs.py --bugs $(BUGS); fi
+	@if [ -n "$(BUGS)" ]; then $(BIN)/python -m bench.campaigns.planted_bugs --bugs $(BUGS); fi
 	@$(BIN)/dflash-moe simulate $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),400))
 
 kills: parts ## worker processes killed and stopped in calls: KILLS=1000 over each transport, two minutes
 	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
 	@$(COMPILE) build/tests $(JOBS) worker_kills
 	@mkdir -p build/campaign
-	@$(BIN)/python bench/campaigns/worker_kills.py --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl \
+	@$(BIN)/python -m bench.campaigns.worker_kills --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl \
 	  $(if $(KILLS),--kills $(KILLS) --lone-kills $(KILLS)) $(if $(STOPS),--stops $(STOPS))
 
 # What takes longer than CI. The exit status is the verdict.
@@ -160,23 +160,23 @@ campaign: parts ## the long proofs: worker processes killed, all that can break,
 	@echo "==> worker processes killed and stopped in calls, 1,000 over each transport"
 	@$(MAKE) --no-print-directory kills
 	@echo "==> workers started anew, added, removed and replaced under load"
-	@$(BIN)/python bench/campaigns/rolling_restarts.py --json build/campaign/rolling_restarts.json --events build/campaign/rolling_restarts.jsonl
+	@$(BIN)/python -m bench.campaigns.rolling_restarts --json build/campaign/rolling_restarts.json --events build/campaign/rolling_restarts.jsonl
 	@echo "==> whatever breaks: workers, files, memory, networks, calls of the system, and a soak"
 	@$(BIN)/python -m bench.campaigns.faults --out build/campaign --events build/campaign
 	@echo "==> all workers killed, 150 times each with and without a restart, and only the host left"
-	@$(BIN)/python bench/campaigns/fallback_kills.py --json build/campaign/fallback_kills.json --events build/campaign/fallback_kills.jsonl
+	@$(BIN)/python -m bench.campaigns.fallback_kills --json build/campaign/fallback_kills.json --events build/campaign/fallback_kills.jsonl
 	@if [ -n "$(LLAMA_CPP)" ]; then \
 	   echo "==> GGUF architectures as llama.cpp's converter writes them"; \
-	   $(BIN)/python bench/campaigns/gguf_architectures.py --llama-src "$(abspath $(LLAMA_CPP))" --out build/campaign/gguf_architectures.json; \
+	   $(BIN)/python -m bench.campaigns.gguf_architectures --llama-src "$(abspath $(LLAMA_CPP))" --json build/campaign/gguf_architectures.json; \
 	   echo "==> logits of GGUF files in llama.cpp and here"; \
-	   $(BIN)/python bench/campaigns/gguf_against_llama.py --llama-src "$(abspath $(LLAMA_CPP))" --llama-bin "$(abspath $(LLAMA_BUILD))/bin" \
+	   $(BIN)/python -m bench.campaigns.gguf_against_llama --llama-src "$(abspath $(LLAMA_CPP))" --llama-bin "$(abspath $(LLAMA_BUILD))/bin" \
 	     --json build/campaign/gguf_against_llama.json; \
 	 else echo "==> llama.cpp's judgement is left out: LLAMA_CPP=DIR and LLAMA_BUILD=DIR name it"; fi
 	@echo "==> planted bugs, which the simulator has to find, and ten virtual hours, in which it must find none"
-	@$(BIN)/python bench/campaigns/planted_bugs.py --out build/campaign/planted_bugs.json
+	@$(BIN)/python -m bench.campaigns.planted_bugs --out build/campaign/planted_bugs.json
 	@$(BIN)/dflash-moe simulate --hours 10 --json build/campaign/simulation.json
 	@echo "==> ten thousand requests through one engine"
-	@$(BIN)/python bench/campaigns/engine_requests.py --json build/campaign/engine_requests.json
+	@$(BIN)/python -m bench.campaigns.engine_requests --json build/campaign/engine_requests.json
 
 check: parts ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
 	@failed=; \

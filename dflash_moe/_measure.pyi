@@ -71,7 +71,7 @@ def integer_multiply_add_per_s(isa: str, num_threads: int, rounds: int, millisec
 # Returns bytes a second; each thread reads `num_bytes`.
 def read_bytes_per_s(isa: str, num_threads: int, rounds: int, num_bytes: int) -> list[float]: ...
 
-# -- doorbells (bench doorbell) --------------------------------------------------------------------
+# -- doorbells (bench.lab doorbell) ----------------------------------------------------------------
 class BellDevice:
     """A card, or a simulated one, with the kernel that rings. UnsupportedError says what to do
     where its plug-in is missing or cannot be used, and ConfigError is for a device that does not
@@ -83,8 +83,8 @@ class BellDevice:
     def name(self) -> str: ...
 
 class BellMemory:
-    """Two words for a ping-pong of a device and a processor (`bench doorbell`), with both ends of
-    it.
+    """Two words for a ping-pong of a device and a processor, with both ends of it (`bench.lab
+    doorbell`).
     """
 
     # The words are the heads of two segments. Open segments have no seal against writing

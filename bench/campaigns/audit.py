@@ -2,7 +2,7 @@
 in one of 100 rows must be out within 200 audited rows in every run, a healthy one never, and the
 rows that every worker computes when it joins must not slow a start. One JSON.
 
-    python bench/campaigns/audit.py [--runs 20] [--healthy-rows 20000] [--starts 5]
+    python -m bench.campaigns.audit [--runs 20] [--healthy-rows 20000] [--starts 5]
         [--json bench/results/audit.json]
 
 Two worker processes hold all shards of a tiny model. In a drifting run the replies of one of them
@@ -26,21 +26,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# The package is the one of this tree.
-sys.path.insert(0, str(ROOT))
+import numpy as np
 
-import numpy as np  # noqa: E402
+from bench.campaigns.harness import command_line
+from dflash_moe import _core
+from dflash_moe.bench.results import BenchResult, percentile
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.audit.golden import GoldenRows
+from dflash_moe.model.make import MakeOptions, make_checkpoint
+from dflash_moe.model.spec import ModelSpec, model_spec
+from dflash_moe.topology import Topology
 
-from dflash_moe import _core  # noqa: E402
-from dflash_moe.bench.results import BenchResult, percentile  # noqa: E402
-from dflash_moe.experts.expert_runtime import ExpertRuntime  # noqa: E402
-from dflash_moe.holders.audit.golden import GoldenRows  # noqa: E402
-from dflash_moe.model.make import MakeOptions, make_checkpoint  # noqa: E402
-from dflash_moe.model.spec import ModelSpec, model_spec  # noqa: E402
-from dflash_moe.topology import Topology  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "audit.json"
 ONE_IN, WITHIN = 100, 200
 # A run takes a second or two, and much more on a busy machine.
 LIMIT_S = 120.0
@@ -75,8 +71,7 @@ def main() -> int:
         result.rows.append({"name": "golden", **starts})
         print(f"golden rows: {starts['golden_ms_median']:.0f} ms of a start of {starts['start_ms_median']:.0f} ms", flush=True)
     result.complete = True
-    if given.json is not None:
-        result.write(given.json)
+    result.write(given.json)
     is_clean = num_out == given.runs and healthy_wrong == 0 and healthy["mismatches"] == 0 and not healthy["deaths"]
     return 0 if is_clean else 1
 
@@ -178,11 +173,10 @@ def _starts(spec: ModelSpec, count: int) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "audit")
     parser.add_argument("--runs", type=int, default=20, help="runs with a drifting worker [20]")
     parser.add_argument("--healthy-rows", type=int, default=20_000, help="audited rows of healthy workers [20000]")
     parser.add_argument("--starts", type=int, default=5, help="starts that are timed [5]")
-    parser.add_argument("--json", type=Path, help="result file [none]")
     return parser.parse_args()
 
 

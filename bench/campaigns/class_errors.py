@@ -1,7 +1,7 @@
 """What each numerics class moves in the experts' output: the shipped model's experts in float64,
 with what the class rounds rounded before each product.
 
-    python bench/campaigns/class_errors.py [--out bench/results/class_errors.json]
+    python -m bench.campaigns.class_errors [--json bench/results/class_errors.json]
 
 Per class and layer: rms difference of the output from that without rounding, over its standard
 deviation, on the shipped model's own hidden states and weights (bf16). It is the definition that is
@@ -12,30 +12,26 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
-from weight_errors import DEMO, ROOT, error, output, shipped_model
 
+from bench.campaigns.harness import command_line
+from bench.campaigns.weight_errors import DEMO, error, output, shipped_model
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.model.capture import ExpertsCall, capture_calls
 from dflash_moe.proofs.rounded_inputs import inputs_rounded
 from dflash_moe.topology.numerics import CLASSES
 
-RESULT = ROOT / "bench" / "results" / "class_errors.json"
-
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "class_errors")
     parser.add_argument("--classes", default="", help="comma-separated [all]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/class_errors.json]")
     arguments = parser.parse_args()
     result = measure(tuple(arguments.classes.split(",")) if arguments.classes else tuple(CLASSES))
-    result.write(arguments.out)
+    result.write(arguments.json)
     for row in result.rows:
         print(f"{row['name']:>24}: output moves by {row['error_rms']:.2e}", file=sys.stderr)
     return 0

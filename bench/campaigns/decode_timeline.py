@@ -1,8 +1,8 @@
 """Where a decoded token spends its time, and who wakes whom: on one core and on two, with one
 thread of torch and with two.
 
-    python bench/campaigns/decode_timeline.py [--rounds 5] \
-        [--out bench/results/decode_timeline.json]
+    python -m bench.campaigns.decode_timeline [--rounds 5] \
+        [--json bench/results/decode_timeline.json]
 
 A host and two workers of one thread each over shared memory, batched. Every case runs in a process
 of its own, because the cores of its workers and the threads of torch are decided before they start.
@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.campaigns.harness import ROOT, command_line
+from bench.lab.reference_model import reference_model
 from dflash_moe.bench.harness import Recorder, run_rounds
-from dflash_moe.bench.reference_model import reference_model
 from dflash_moe.bench.results import timing_fields
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "bench" / "demo_model" / "dflash_moe_demo" / "model"
 NUM_WORKERS = 2
 CHILD_S = 600.0
@@ -63,7 +63,8 @@ class TimelineCase:
     def measure(self, *, keep: bool) -> None:
         """Starts the child and takes what it prints."""
         asked = {name: getattr(self, name) for name in ("cores", "torch_threads", "prompt_tokens", "new_tokens")}
-        command = [sys.executable, __file__, "--child", json.dumps({"model": str(self.model), **asked})]
+        child = ["--child", json.dumps({"model": str(self.model), **asked})]
+        command = [sys.executable, "-m", "bench.campaigns.decode_timeline", *child]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHILD_S, check=False)
         if done.returncode:
             raise RuntimeError(f"{self.label}: {done.stderr.strip()[-2000:]}")
@@ -108,7 +109,7 @@ def main() -> int:
         )
         for cores, torch_threads in ((1, 1), (2, 1), (2, 2))
     ]
-    recorder = Recorder(arguments.out)
+    recorder = Recorder(arguments.json)
     recorder.begin("decode_timeline", {"workers": NUM_WORKERS, "rounds": arguments.rounds, "seed": 0})
     with recorder.recording():
         run_rounds(recorder, cases, rounds=arguments.rounds, warmup=0)
@@ -199,12 +200,11 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Where a decoded token spends its time.")
+    parser = command_line(__doc__, "decode_timeline")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds [5]")
     parser.add_argument("--short-prompt", type=int, default=64, help="tokens of the short prompts [64]")
     parser.add_argument("--long-prompt", type=int, default=4248, help="tokens of the long prompt [4248]")
     parser.add_argument("--model", type=Path, help="instead of the reference model")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "decode_timeline.json", help="result file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -2,7 +2,7 @@
 thread interrupted at drawn moments of decode steps. Every step ends with the bits of an undisturbed
 one, by a replay with plain calls where it must, and the next one is the device's again.
 
-    python bench/campaigns/device_step_faults.py [--faults 200] [--lone-faults 20] [--seed 0]
+    python -m bench.campaigns.device_step_faults [--faults 200] [--lone-faults 20] [--seed 0]
         [--events FILE] [--json bench/results/device_step_faults.json]
 
 Three worker processes on the CPU hold every shard twice (`replicas`), or one holds all (`lone`,
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -33,18 +31,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# The package is the one of this tree.
-sys.path.insert(0, str(ROOT))
+import numpy as np
 
-import numpy as np  # noqa: E402
+from bench.campaigns.harness import Broken, breaking_line
+from dflash_moe import DflashError, ExpertRuntime, Topology
+from dflash_moe.bench.results import percentile
+from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 
-from dflash_moe import DflashError, ExpertRuntime, Topology  # noqa: E402
-from dflash_moe.bench.results import BenchResult, percentile  # noqa: E402
-from dflash_moe.cli import options  # noqa: E402
-from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "device_step_faults.json"
 LAYERS, HIDDEN, EXPERTS, TOP_K, TOKENS = 3, 96, 9, 3, 4
 KINDS = ("kill", "stop", "interrupt")
 # Undisturbed steps, whose median is what a step takes.
@@ -54,7 +47,7 @@ QUIET_STEPS = 20
 READY_S = 60.0
 # Counts that must be zero.
 CLEAN = ("failed_steps", "wrong_bits", "not_back")
-GOAL_STALL_MS = 1000.0
+GOALS: dict[str, dict[str, float]] = {"replicas": {"stall_max_ms": 1000.0}, "lone": {}}
 HOST = "version: 1\nhost: {device: 'sim:0', simulate: cuda}\n"
 SCENES = {
     "replicas": HOST + "placement: {policy: even, replicas: 2}\nworkers:\n"
@@ -176,25 +169,16 @@ class Scene:
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
     given = _arguments()
-    params = {"faults": given.faults, "lone_faults": given.lone_faults, "seed": given.seed, "load_before": os.getloadavg()[0]}
-    result = BenchResult("device_step_faults", params)
-    lines: list[str] = []
+    broken = Broken.begin("device_step_faults", faults=given.faults, lone_faults=given.lone_faults, seed=given.seed)
     for name, count in (("replicas", given.faults), ("lone", given.lone_faults)):
         events, usual_ms = _run(name, count, given.seed)
-        lines += [json.dumps({"scene": name, **asdict(event)}) for event in events]
+        broken.events += [{"scene": name, **asdict(event)} for event in events]
         for kind in KINDS:
             found = [event for event in events if event.kind == kind]
             if found:
                 row = _row(name, kind, found, usual_ms)
-                result.rows.append(row)
-                result.summary += _judged(row)
-                options.say(_shown(row))
-    result.params["load_after"] = os.getloadavg()[0]
-    result.complete = True
-    result.write(given.json)
-    if given.events is not None:
-        given.events.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return 0 if all(row[name] == 0 for row in result.rows for name in CLEAN) else 1
+                broken.row(row, _shown(row), zero=CLEAN, goals=GOALS[name])
+    return broken.end(given)
 
 
 def _run(name: str, count: int, seed: int) -> tuple[list[Event], float]:
@@ -231,16 +215,6 @@ def _row(scene: str, kind: str, events: list[Event], usual_ms: float) -> dict[st
     }  # fmt: skip
 
 
-def _judged(row: dict[str, Any]) -> list[dict[str, Any]]:
-    bounds: dict[str, float] = dict.fromkeys(CLEAN, 0.0)
-    if row["scene"] == "replicas":
-        bounds["stall_max_ms"] = GOAL_STALL_MS
-    return [
-        {"what": f"{row['name']}: {name}", "value": row[name], "at_most": most, "met": row[name] <= most}
-        for name, most in bounds.items()
-    ]
-
-
 def _shown(row: dict[str, Any]) -> str:
     return (
         f"{row['name']}: {row['faults']} faults, {row['replays']} steps replayed, {row['failed_steps']} failed, "
@@ -252,12 +226,9 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = breaking_line(__doc__, "device_step_faults")
     parser.add_argument("--faults", type=int, default=200, help="where every shard has two holders [%(default)s]")
     parser.add_argument("--lone-faults", type=int, default=20, help="where one worker holds all [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn [%(default)s]")
-    parser.add_argument("--events", type=Path, help="where one JSON line for each event goes")
-    parser.add_argument("--json", type=Path, default=RESULT, help="[bench/results/device_step_faults.json]")
     return parser.parse_args()
 
 

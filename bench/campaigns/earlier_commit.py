@@ -1,7 +1,7 @@
 """What calls and decoded tokens take here and at an earlier commit, one worker and no faults. One
 JSON, whose rows `bench compare --rows` judges.
 
-    python bench/campaigns/earlier_commit.py BUILD [--rounds 15] [--calls 2000] [--new-tokens 128]
+    python -m bench.campaigns.earlier_commit BUILD [--rounds 15] [--calls 2000] [--new-tokens 128]
         [--json bench/results/earlier_commit.json]
 
 BUILD is a checkout of the earlier commit with its core built (`make core`). Rows named `earlier`
@@ -34,8 +34,6 @@ _SIZES = {
     "hidden_size": HIDDEN_SIZE, "moe_intermediate_size": 16, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "num_layers": 1,
 }  # fmt: skip
 WARMUP_CALLS = 200
-# Of so many calls one is kept, so that the file stays below a megabyte.
-KEPT_EVERY = 10
 PROMPT_TOKENS = 32
 # One child starts at most five runtimes and makes some thousand calls.
 CHILD_S = 300.0
@@ -56,7 +54,7 @@ class Variant:
         """Takes the samples of one round."""
         child = [sys.executable, __file__, "--child", str(calls), "--lines", self.lines]
         for transport, samples in json.loads(self._run(child)).items():
-            self.samples_s.setdefault(transport, []).append(samples[::KEPT_EVERY])
+            self.samples_s.setdefault(transport, []).append(samples)
         topology, result = folder / "topology.yaml", folder / "decode.json"
         topology.write_text(_topology("shared", self.lines), encoding="utf-8")
         self._run(
@@ -142,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 def _row(variant: Variant, what: str) -> dict[str, Any]:
     from dflash_moe.bench.results import timing_fields
 
-    rounds = [[round(sample, 9) for sample in one] for one in variant.samples_s[what]]
+    rounds = variant.samples_s[what]
     samples = [sample for one in rounds for sample in one]
     what = "shared, decode" if what == "decode" else what
     return {"name": variant.name, "transport": what, "tokens": 1, **timing_fields(samples, per_round=len(rounds[0]))}

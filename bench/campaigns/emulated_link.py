@@ -1,8 +1,8 @@
 """Checks `workers[].emulate` against a real link: two network namespaces joined by a delay line,
 rates shaped by the kernel.
 
-    python bench/campaigns/emulated_link.py [--mbit-s 200] [--delay-ms 2] [--rounds 5] \
-        [--out bench/results/emulated_link.json]
+    python -m bench.campaigns.emulated_link [--mbit-s 200] [--delay-ms 2] [--rounds 5] \
+        [--json bench/results/emulated_link.json]
 
 A worker runs in one namespace and the host in the other. Between them lie two TUN devices, whose
 packets a process of this script carries across after the delay, and whose rate the kernel shapes
@@ -29,15 +29,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bench.campaigns.harness import command_line
+from bench.lab.link_check import LinkParams, run_link_check
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.bench.link_check import LinkParams, run_link_check
 from dflash_moe.cli.bench.progress import reporting
 from dflash_moe.cli.main import report
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.testing.tiny import tiny_checkpoint
 from dflash_moe.topology import Topology
 
-ROOT = Path(__file__).resolve().parents[2]
 HOST, WORKER, PORT = "10.77.0.1", "10.77.0.2", 7171
 # The namespaces and the TUN devices in them have these names.
 ENDS = {"dflash-host": HOST, "dflash-worker": WORKER}
@@ -67,8 +67,8 @@ def main() -> int:
         program += ["--model", place / "model", "--key-file", place / "key"]
         worker = subprocess.Popen(_within("dflash-worker", program))
         try:
-            inside = [sys.executable, __file__, "--inside", place, "--out", arguments.out, "--rounds", arguments.rounds]
-            inside += ["--mbit-s", arguments.mbit_s, "--delay-ms", arguments.delay_ms]
+            inside = [sys.executable, "-m", "bench.campaigns.emulated_link", "--inside", place, "--json", arguments.json]
+            inside += ["--rounds", arguments.rounds, "--mbit-s", arguments.mbit_s, "--delay-ms", arguments.delay_ms]
             return subprocess.run(_within("dflash-host", inside), check=False).returncode
         finally:
             worker.terminate()
@@ -83,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> int:
     try:
         with reporting() as reporter:
             result = run_link_check(
-                params, spec, Topology.load(place / "topology.yaml"), place / "key", recorder=Recorder(arguments.out, reporter)
+                params, spec, Topology.load(place / "topology.yaml"), place / "key", recorder=Recorder(arguments.json, reporter)
             )
     except Exception as error:  # noqa: BLE001 - as the command line does: one sentence and an exit code
         return report(error, is_debug=False)
@@ -151,11 +151,10 @@ def _run(*command: str) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Emulated links against a real one.")
+    parser = command_line(__doc__, "emulated_link")
     parser.add_argument("--mbit-s", type=float, default=200.0, help="rate of both directions [200]")
     parser.add_argument("--delay-ms", type=float, default=2.0, help="one way [2]")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds [5]")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "emulated_link.json", help="result file")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """One sequence and many on our runtime, on llama.cpp and on vLLM: the same random model, the same
 threads, processes one after another, in interleaved rounds.
 
-    python bench/campaigns/engine_against_peers.py [--llama-bin DIR] [--vllm-python PATH]
+    python -m bench.campaigns.engine_against_peers [--llama-bin DIR] [--vllm-python PATH]
         [--rounds 3] [--only PATTERN,...] [--real-shape] [--models DIR] [--json FILE]
 
 DIR has llama-bench, llama-batched-bench, llama-server and ggml-rpc-server (GGML_RPC=ON), PATH is
@@ -29,19 +29,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-# The modules of this campaign are bench.peers, and the package is the one of this tree.
-sys.path.insert(0, str(ROOT))
-
-from bench.peers import agreement  # noqa: E402
-from bench.peers.model import SHAPES  # noqa: E402
-from bench.peers.rows import READ_BYTES, ReadSpeed, RowCase, all_cases, chosen_cases  # noqa: E402
-from bench.peers.sides import Plan, llama_version  # noqa: E402
-from bench.peers.targets import disturbed, shown_line, summarise  # noqa: E402
-from dflash_moe.bench.harness import Recorder, run_rounds  # noqa: E402
-from dflash_moe.bench.reference_model import default_cache  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "engine_against_peers.json"
+from bench.campaigns.harness import command_line
+from bench.lab.reference_model import default_cache
+from bench.peers import agreement
+from bench.peers.model import SHAPES
+from bench.peers.rows import READ_BYTES, ReadSpeed, RowCase, all_cases, chosen_cases
+from bench.peers.sides import Plan, llama_version
+from bench.peers.targets import disturbed, shown_line, summarise
+from dflash_moe.bench.harness import Recorder, run_rounds
 
 
 class Lines:
@@ -155,7 +150,7 @@ def _plan(given: argparse.Namespace, scratch: Path) -> Plan:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "engine_against_peers")
     parser.add_argument("--llama-bin", type=Path, help="folder of llama.cpp's programs [without it]")
     # The path of an environment's interpreter is kept as it is: the link says which environment.
     parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM [without it]")
@@ -167,7 +162,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny models and sizes, to try the campaign out")
     parser.add_argument("--unchecked", action="store_true", help="do not compare tokens first")
     parser.add_argument("--models", type=Path, default=default_cache(), help="where models are kept [~/.cache/dflash_moe]")
-    parser.add_argument("--json", type=Path, default=RESULT, help="[bench/results/engine_against_peers.json]")
     given = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two cores are needed: one for the host, one for what computes experts")

@@ -2,7 +2,7 @@
 beginnings, over a tenth of the blocks that they want: all end, with the tokens that each gets
 alone, no block is lost, and memory does not grow.
 
-    python bench/campaigns/engine_requests.py [--requests 10000] [--full] [--outstanding 64]
+    python -m bench.campaigns.engine_requests [--requests 10000] [--full] [--outstanding 64]
         [--seed 0] [--json bench/results/engine_requests.json]
 
 The model is a tiny random Qwen3-MoE, whose experts the host keeps. A thread for each outstanding
@@ -16,28 +16,23 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# The modules of this campaign are bench.requests, and the package is the one of this tree.
-sys.path.insert(0, str(ROOT))
+from bench.campaigns.harness import command_line
+from bench.requests.clients import Load, Outcome, run_request
+from bench.requests.drawn import CHOICES, Drawn, draw, wanted_blocks
+from bench.requests.equality import Equality, keep_in, kept_in
+from bench.requests.verdict import memory_row, requests_row, shown_line, summarise
+from dflash_moe.bench.harness import Recorder
+from dflash_moe.cli import options
+from dflash_moe.config import BLOCK_TOKENS
+from dflash_moe.telemetry.machine import usable_cores
+from dflash_moe.topology import Topology
 
-from bench.requests.clients import Load, Outcome, run_request  # noqa: E402
-from bench.requests.drawn import CHOICES, Drawn, draw, wanted_blocks  # noqa: E402
-from bench.requests.equality import Equality, keep_in, kept_in  # noqa: E402
-from bench.requests.verdict import memory_row, requests_row, shown_line, summarise  # noqa: E402
-from dflash_moe.bench.harness import Recorder  # noqa: E402
-from dflash_moe.cli import options  # noqa: E402
-from dflash_moe.config import BLOCK_TOKENS  # noqa: E402
-from dflash_moe.telemetry.machine import usable_cores  # noqa: E402
-from dflash_moe.topology import Topology  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "engine_requests.json"
 NUM_LAYERS = 2
 SIZES = {"hidden_size": 64, "num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
 # The pool has this share of the blocks that outstanding requests want.
@@ -202,12 +197,11 @@ def _kv_bytes(model: Path, num_blocks: int) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "engine_requests")
     parser.add_argument("--requests", type=int, default=10_000, help="[%(default)s]")
     parser.add_argument("--full", action="store_true", help="compare every request, and not every 20th")
     parser.add_argument("--outstanding", type=int, default=64, help="requests at once [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the requests that are drawn [%(default)s]")
-    parser.add_argument("--json", type=Path, default=RESULT, help="[bench/results/engine_requests.json]")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """The expert layer against what else computes one on a CPU: torch, and kt-kernel where it is
 installed. Interleaved rounds.
 
-    python bench/campaigns/experts_against_peers.py [--rounds 5] [--threads 1,2] [--out FILE]
+    python -m bench.campaigns.experts_against_peers [--rounds 5] [--threads 1,2] [--json FILE]
 
 The cases of `bench experts` (hidden 1024, 32 experts of width 384, top-8, weights from memory) in
 bf16 and in int8. Peers are imported, never shipped: `pip install --no-deps kt-kernel==0.7.2` into a
@@ -13,7 +13,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import os
@@ -23,12 +22,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.campaigns.harness import command_line
 from dflash_moe import _core, _measure
 from dflash_moe.bench.expert_batch import Batch, ExpertShape, Kernel, make_batch
 from dflash_moe.bench.experts import ExpertsCase, Peaks
@@ -37,7 +36,6 @@ from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels, torch_out
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "experts_against_peers.json"
 SHAPE = ExpertShape()
 TOKENS = (1, 4, 16, 64, 512, 2048)
 CHECK_TOKENS = 16
@@ -53,16 +51,15 @@ NUMERICS = {"bf16": ("bf16", ("f32-canonical", "bf16-dot")), "int8": ("int8_g32"
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "experts_against_peers")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds [5]")
     parser.add_argument("--threads", default="", help="comma-separated [one, and all usable cores]")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="comma-separated [%(default)s]")
     parser.add_argument("--layers", type=int, default=0, help="in rotation; fewer for a trial [beyond the caches]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/experts_against_peers.json]")
     arguments = parser.parse_args()
     counts = tuple(map(int, arguments.threads.split(","))) if arguments.threads else tuple(sorted({1, usable_cores()}))
     tokens = tuple(map(int, arguments.tokens.split(",")))
-    recorder = Recorder(arguments.out)
+    recorder = Recorder(arguments.json)
     peers = {"torch": torch.__version__, "kt_kernel": _kt_version()}
     params = {"threads": list(counts), "tokens": list(tokens), "isa": _core.best_isa(), "peers": peers}
     result = recorder.begin("experts_against_peers", params)

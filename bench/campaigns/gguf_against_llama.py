@@ -1,6 +1,6 @@
 """The same GGUF files in llama.cpp and here: are the logits the same?
 
-    python bench/campaigns/gguf_against_llama.py --llama-bin DIR [--llama-src DIR] [--only NAMES]
+    python -m bench.campaigns.gguf_against_llama --llama-bin DIR [--llama-src DIR] [--only NAMES]
         [--json bench/results/gguf_against_llama.json]
 
 Every weight format in the experts of a random Qwen3-MoE, that model as llama-quantize mixes formats
@@ -29,16 +29,12 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-# The modules of this campaign are bench.peers, and the package is the one of this tree.
-sys.path.insert(0, str(ROOT))
+from bench.campaigns.harness import ROOT, command_line
+from bench.peers.saved_logits import SavedLogits, saved_logits
+from dflash_moe.bench.harness import Recorder
+from dflash_moe.cli import options
+from dflash_moe.topology import Topology
 
-from bench.peers.saved_logits import SavedLogits, saved_logits  # noqa: E402
-from dflash_moe.bench.harness import Recorder  # noqa: E402
-from dflash_moe.cli import options  # noqa: E402
-from dflash_moe.topology import Topology  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "gguf_against_llama.json"
 NUM_TOKENS = 512
 # Differences are over the deviation of the eager model's logits, which is at least LEAST_DEVIATION.
 LEAST_DEVIATION = 2.0
@@ -341,11 +337,10 @@ def _text() -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "gguf_against_llama")
     parser.add_argument("--llama-bin", type=Path, required=True, help="the folder with llama.cpp's built llama-perplexity")
     parser.add_argument("--llama-src", type=Path, help="llama.cpp's sources, whose converter writes architectures [none]")
     parser.add_argument("--only", default="", help="comma-separated formats and architectures [all]")
-    parser.add_argument("--json", type=Path, default=RESULT, help="result file [bench/results/gguf_against_llama.json]")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 """GGUF architectures against llama.cpp: its converter makes a file of one random checkpoint each,
 and our reader has to find in it what the checkpoint holds; one JSON.
 
-    python bench/campaigns/gguf_architectures.py --llama-src DIR [--only NAME,...] [--write]
-        [--skip-verify] [--out bench/results/gguf_architectures.json]
+    python -m bench.campaigns.gguf_architectures --llama-src DIR [--only NAME,...] [--write]
+        [--skip-verify] [--json bench/results/gguf_architectures.json]
 
 DIR is llama.cpp's source, whose converter runs with this Python. Parameters must be
 equal bit for bit, and within one unit in the last place where the converter adds one to them or
@@ -22,15 +22,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# The package is the one of this tree.
-sys.path.insert(0, str(ROOT))
+from bench.campaigns.harness import ROOT, command_line
+from dflash_moe.bench.results import BenchResult
+from dflash_moe.cli import options
+from dflash_moe.topology import Topology
 
-from dflash_moe.bench.results import BenchResult  # noqa: E402
-from dflash_moe.cli import options  # noqa: E402
-from dflash_moe.topology import Topology  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "gguf_architectures.json"
 GOLDENS = ROOT / "tests" / "golden" / "gguf"
 CONVERTER = Path(__file__).with_name("llama_converter.py")
 CONVERTER_LIMIT_S = 600
@@ -54,17 +50,16 @@ def main() -> int:
             result.rows.append(row := _examine(name, model, Path(folder), given, topology))
             options.say(f"{name}: {'passed' if not row['excesses'] else '; '.join(row['excesses'])}")
     result.complete = len(names) == len(SOURCES)
-    result.write(given.out)
+    result.write(given.json)
     return 1 if any(row["excesses"] for row in result.rows) else 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "gguf_architectures")
     parser.add_argument("--llama-src", type=Path, required=True, metavar="DIR", help="the source of llama.cpp")
     parser.add_argument("--only", default="", help="comma-separated names of sources [all]")
     parser.add_argument("--write", action="store_true", help="write the goldens of the tests")
     parser.add_argument("--skip-verify", action="store_true", help="do not run verify")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/gguf_architectures.json]")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """What the interpreter and the dispatch of operators take of a step, for each layer: models whose
 layers are 8 numbers wide, so that operators have next to nothing to compute.
 
-    python bench/campaigns/host_dispatch.py [--rounds 5] [--out bench/results/host_dispatch.json]
+    python -m bench.campaigns.host_dispatch [--rounds 5] [--json bench/results/host_dispatch.json]
 
 Each model has 24 layers with 4 experts, which this process computes with one thread. Steps have one
 row, 64 rows of one sequence, or one row of each of 64 sequences. A step is measured whole, and once
@@ -13,7 +13,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -26,13 +25,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.campaigns.harness import command_line
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
 from dflash_moe.forward.forward import StepRows
 from dflash_moe.forward.host_model import open_host
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "host_dispatch.json"
 WIDTH = 8
 NUM_LAYERS = 24
 NUM_EXPERTS = 4
@@ -54,12 +53,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "host_dispatch")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds [5]")
     parser.add_argument("--layers", type=int, default=NUM_LAYERS, help="layers of each model [24]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/host_dispatch.json]")
     arguments = parser.parse_args()
-    recorder = Recorder(arguments.out)
+    recorder = Recorder(arguments.json)
     recorder.begin(
         "host_dispatch", {"width": WIDTH, "layers": arguments.layers, "experts": NUM_EXPERTS, "threads": 1, "steps": STEPS}
     )

@@ -1,8 +1,8 @@
 """What a whole expert layer reaches of its bare matrix products, and what a second thread brings.
 Interleaved rounds.
 
-    python bench/campaigns/layer_against_gemm.py [--rounds 7] [--tokens 2048] \
-        [--out bench/results/layer_against_gemm.json]
+    python -m bench.campaigns.layer_against_gemm [--rounds 7] [--tokens 2048] \
+        [--json bench/results/layer_against_gemm.json]
 
 Per format and number of threads: `layer` (the forward of a routed batch: widening, grouping,
 products, activation, routed sum, reply) and `gemm` (the products alone, every expert with the mean
@@ -13,20 +13,18 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from bench.campaigns.harness import command_line
 from dflash_moe import _core, _measure
 from dflash_moe.bench.expert_batch import FLOATS, ExpertShape, make_batch
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
 from dflash_moe.telemetry.machine import usable_cores
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "layer_against_gemm.json"
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "q8_0", "int4_g32", "q4_k", "q6_k", "mxfp4")
 # Each case makes so many forwards in a round.
 FORWARDS = 2
@@ -34,13 +32,12 @@ FORWARDS = 2
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "layer_against_gemm")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--tokens", type=int, default=2048, help="rows of the batch [2048]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/layer_against_gemm.json]")
     arguments = parser.parse_args()
     threads = sorted({1, usable_cores()})
-    recorder = Recorder(arguments.out)
+    recorder = Recorder(arguments.json)
     result = recorder.begin("layer_against_gemm", {"tokens": arguments.tokens, "threads": threads, "isa": _core.best_isa()})
     with recorder.recording():
         for fmt in FORMATS:

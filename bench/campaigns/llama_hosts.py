@@ -1,7 +1,7 @@
 """llama.cpp's own programs with our workers, beside its RPC and beside itself alone. Interleaved
 rounds.
 
-    LLAMA_BUILD=DIR python bench/campaigns/llama_hosts.py [--rounds 5] [--formats f16] [--out FILE]
+    LLAMA_BUILD=DIR python -m bench.campaigns.llama_hosts [--rounds 5] [--formats f16] [--json FILE]
 
 DIR is the build folder of the llama.cpp for which `make ggml` was run, with GGML_RPC=ON. The model
 has the peers' shape (12 layers, hidden 1024, 32 experts of width 384, top-8). `llama-bench` has one
@@ -17,7 +17,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -34,12 +33,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.campaigns.harness import ROOT, command_line
+from bench.lab.reference_model import HIDDEN_SIZE, LAYERS, NUM_EXPERTS, TOP_K, default_cache, reference_model
 from dflash_moe.bench.harness import Recorder, run_rounds
-from dflash_moe.bench.reference_model import HIDDEN_SIZE, LAYERS, NUM_EXPERTS, TOP_K, default_cache, reference_model
 from dflash_moe.bench.results import timing_fields
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "bench" / "results" / "llama_hosts.json"
 PROMPT_TOKENS, NEW_TOKENS, REPETITIONS = 512, 64, 3
 SLOTS, SLOT_TOKENS = 4, 48
 # What one program may take, loading included, before the campaign gives up.
@@ -130,13 +128,12 @@ def _exchange_fields(counters: dict[str, Any], forwards: int) -> dict[str, Any]:
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "llama_hosts")
     parser.add_argument("--llama-build", type=Path, default=os.environ.get("LLAMA_BUILD"), help="[$LLAMA_BUILD]")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds [5]")
     parser.add_argument("--formats", default="f16,q8_0", help="comma-separated [%(default)s]")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, help="in a run, the first not counted [%(default)s]")
     parser.add_argument("--no-slots", action="store_true", help="leave the server with four slots out")
-    parser.add_argument("--out", type=Path, default=RESULT, help="[bench/results/llama_hosts.json]")
     given = parser.parse_args()
     if given.llama_build is None or not (given.llama_build / "bin" / "llama-bench").is_file():
         parser.error("--llama-build: pass the build folder of llama.cpp, the one with bin/llama-bench")
@@ -146,7 +143,7 @@ def main() -> int:
     machine = Machine(given.llama_build, cores[0], cores[1])
     formats = given.formats.split(",")
     models = {fmt: _model(fmt) for fmt in formats}
-    recorder = Recorder(given.out)
+    recorder = Recorder(given.json)
     params = {
         "layers": LAYERS, "hidden_size": HIDDEN_SIZE, "num_experts": NUM_EXPERTS, "top_k": TOP_K,
         "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "rounds": given.rounds, "llama_cpp": _version(machine),

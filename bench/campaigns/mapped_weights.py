@@ -1,7 +1,7 @@
 """What `weights_layout: mapped` costs: the same worker with weights packed and computed from the
 mapped file, interleaved.
 
-    python bench/campaigns/mapped_weights.py [--rounds 7] [--out bench/results/mapped_weights.json]
+    python -m bench.campaigns.mapped_weights [--rounds 7] [--json bench/results/mapped_weights.json]
 
 Per stored format two runtimes of one loopback worker each, over the same file in the page cache:
 the time of `experts()` for 1, 16, 64, 512 and 2,048 tokens, of starting each (loading included),
@@ -12,7 +12,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.campaigns.harness import command_line
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
@@ -31,7 +31,6 @@ from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.testing.tiny import SAFETENSORS_DTYPES, routed_batch, tiny_checkpoint
 from dflash_moe.testing.tiny_gguf import tiny_gguf
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "mapped_weights.json"
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 64, 8, 1024, 512
 LAYOUTS = ("packed", "mapped")
 FORMATS = ("bf16", "q8_0", "q4_k")
@@ -41,14 +40,13 @@ SAMPLE_S = 0.2
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "mapped_weights")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--threads", type=int, default=2, help="of each worker [2]")
     parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; fewer for a trial [64]")
     parser.add_argument("--formats", default=",".join(FORMATS), help=f"comma-separated [{','.join(FORMATS)}]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/mapped_weights.json]")
     arguments = parser.parse_args()
-    recorder = Recorder(arguments.out)
+    recorder = Recorder(arguments.json)
     shape = {
         "layers": LAYERS,
         "experts": arguments.experts,

@@ -1,7 +1,7 @@
 """Steps in two micro-batches against the same steps in one batch: the host on one core, and a
 worker with all routed experts on another, over shared memory.
 
-    python bench/campaigns/micro_batches.py [--rounds 9] [--out bench/results/micro_batches.json]
+    python -m bench.campaigns.micro_batches [--rounds 9] [--json bench/results/micro_batches.json]
 
 Prefill of two prompts of 256 tokens, prefill of one of 512, which is cut, and decode of 16
 sequences, which is expected to lose; one batch, two, and what auto chooses of what it has seen of
@@ -14,7 +14,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -27,17 +26,14 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench.campaigns.harness import model_line, model_of
+from bench.peers.programs import Neighbours
+from dflash_moe import ExpertRuntime, Topology
+from dflash_moe.bench.harness import Recorder, run_rounds
+from dflash_moe.bench.results import timing_fields
+from dflash_moe.forward.forward import PackedForward, StepRows
+from dflash_moe.forward.host_model import open_host
 
-from bench.peers.programs import Neighbours  # noqa: E402
-from dflash_moe import ExpertRuntime, Topology  # noqa: E402
-from dflash_moe.bench.harness import Recorder, run_rounds  # noqa: E402
-from dflash_moe.bench.reference_model import reference_model  # noqa: E402
-from dflash_moe.bench.results import timing_fields  # noqa: E402
-from dflash_moe.forward.forward import PackedForward, StepRows  # noqa: E402
-from dflash_moe.forward.host_model import open_host  # noqa: E402
-
-RESULT = Path(__file__).resolve().parents[1] / "results" / "micro_batches.json"
 HOST_CPU, WORKER_CPU = 0, 1
 TOPOLOGY = f"""
 version: 1
@@ -58,17 +54,14 @@ MARK_ROW, MOST_SHARE = "prefill 2 x 256, two micro-batches", 0.85
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = model_line(__doc__, "micro_batches")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds [9]")
-    parser.add_argument("--model", type=Path, help="another checkpoint [made in --cache]")
-    parser.add_argument("--cache", type=Path, help="where the model is kept [~/.cache/dflash_moe]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/micro_batches.json]")
     arguments = parser.parse_args()
     if not {HOST_CPU, WORKER_CPU} <= os.sched_getaffinity(0):
         print(f"micro_batches: needs CPUs {HOST_CPU} and {WORKER_CPU} for itself", file=sys.stderr)
         return 1
-    model = arguments.model or reference_model(arguments.cache, say=lambda line: print(line, flush=True))
-    recorder = Recorder(arguments.out)
+    model = model_of(arguments)
+    recorder = Recorder(arguments.json)
     result = recorder.begin("micro_batches", {"threads": 1, "activations": "bf16", "transport": "shared"})
     with recorder.recording(), _opened(model) as (packed, pids):
         cases = [case for name, step in STEPS.items() for case in _ways(packed, pids, name, *step)]

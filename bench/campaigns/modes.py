@@ -1,7 +1,7 @@
 """The table of the modes in the recorded settings: two equal workers, one four times slower, one
 behind 200 Mbit/s and 2 ms.
 
-    python bench/campaigns/modes.py [--rounds 7] [--settings equal,weak_worker,slow_link] \
+    python -m bench.campaigns.modes [--rounds 7] [--settings equal,weak_worker,slow_link] \
         [--out bench/results]
 
 Runs `dflash-moe bench prefill` once per setting, as a user would, and prints how `auto` did against
@@ -18,10 +18,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dflash_moe.bench.reference_model import reference_model
+from bench.campaigns.harness import ROOT, model_line, model_of
 from dflash_moe.bench.results import read_result
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("equal", "weak_worker", "slow_link")
 # A prompt token takes so many milliseconds (stream, batched) on two cores of 2.5 GHz with AVX-512.
 # This is for the estimate only.
@@ -41,7 +40,7 @@ def main() -> int:
         sum(estimate_s(name, arguments.prompt_tokens, arguments.rounds, arguments.stream_rounds) for name in settings) / 60
     )
     print(f"{len(settings)} settings, {arguments.rounds} rounds: about {minutes:.0f} minutes on two cores", flush=True)
-    model = arguments.model or reference_model(arguments.cache, say=lambda line: print(line, flush=True))
+    model = model_of(arguments)
     for name in settings:
         code = _measure(name, model, arguments)
         if code:
@@ -92,14 +91,11 @@ def _report(name: str, path: Path) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The table of the modes in the recorded settings.")
+    parser = model_line(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--stream-rounds", type=int, default=3, help="of mode stream over prompts above 1,024 tokens [3]")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated [all three]")
     parser.add_argument("--prompt-tokens", default="64,512,4248", help="comma-separated [64,512,4248]")
-    parser.add_argument("--model", type=Path, help="another checkpoint [made in --cache]")
-    parser.add_argument("--cache", type=Path, help="where the model is kept [~/.cache/dflash_moe]")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results [bench/results]")
     return parser.parse_args()
 
 

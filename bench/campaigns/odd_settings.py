@@ -1,8 +1,8 @@
 """Runs tiny models of every family that transformers has on its experts interface, with the odd
 settings of each family's own configuration one at a time, and compares all logits with eager's.
 
-    python bench/campaigns/odd_settings.py [--families NAME,...] [--most 3] \
-        [--jobs 2] [--out bench/results/odd_settings.json]
+    python -m bench.campaigns.odd_settings [--families NAME,...] [--most 3] \
+        [--jobs 2] [--json bench/results/odd_settings.json]
 
 What settings there are is derived (dflash_moe/testing/odd_settings.py), and so is what may differ
 (dflash_moe/testing/family_sweep.py). A row for each family. Exit code 1 where a setting is wrong.
@@ -12,29 +12,26 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from bench.campaigns.harness import command_line
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
 
 FAMILIES_EACH = 16
-RESULT = Path(__file__).resolve().parents[1] / "results" / "odd_settings.json"
 
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "odd_settings")
     parser.add_argument("--families", default="", help="comma-separated [all]")
     parser.add_argument("--most", type=int, default=0, help="odd settings of each family [all]")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="families at a time [cores]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/odd_settings.json]")
     arguments = parser.parse_args()
     from dflash_moe.testing.families import families_on_interface
     from dflash_moe.testing.odd_settings import TOKENS
@@ -46,11 +43,11 @@ def main() -> int:
     with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=FAMILIES_EACH) as pool:
         for row in pool.imap(partial(sweep_family, most=arguments.most), families):
             result.rows.append(row)
-            result.write(arguments.out)
+            result.write(arguments.json)
             options.say(f"{row['name']}: {said(row)}")
     result.summary = [totals(result.rows)]
     result.complete = True
-    result.write(arguments.out)
+    result.write(arguments.json)
     options.say(str(result.summary[0]))
     return 1 if result.summary[0]["wrong"] else 0
 
@@ -72,17 +69,20 @@ def sweep_family(arch: str, most: int) -> dict[str, Any]:
 def row_of(arch: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the row of a family by what became of its settings."""
     compared = [outcome for outcome in outcomes if "taken" in outcome]
+    usual = next((outcome for outcome in outcomes if not outcome["setting"]), {})
+    as_usual = [outcome for outcome in compared if all(outcome.get(key) == usual.get(key) for key in ("taken", "reason"))]
     return {
         "name": arch,
-        "usual": next((outcome.get("taken", "") for outcome in outcomes if not outcome["setting"]), ""),
-        "reason": next((outcome.get("reason", "") for outcome in outcomes if not outcome["setting"]), ""),
+        "usual": usual.get("taken", ""),
+        "reason": usual.get("reason", ""),
         "settings": len(outcomes),
         "refused": dict(Counter(outcome["refused_by"] for outcome in outcomes if "refused_by" in outcome)),
         "taken": dict(Counter(outcome["taken"] for outcome in compared)),
         "worst_error": max((outcome["error"] for outcome in compared), default=0.0),
         "worst_of_allowed": max((outcome["error"] / outcome["allowed"] for outcome in compared), default=0.0),
         "wrong": [outcome["setting"] or "the usual one" for outcome in outcomes if "is_wrong" in outcome],
-        "outcomes": outcomes,
+        "as_usual": [outcome["setting"] for outcome in as_usual],
+        "outcomes": [outcome for outcome in outcomes if outcome not in as_usual or "is_wrong" in outcome],
     }
 
 

@@ -1,7 +1,7 @@
 """Whether the simulator finds bugs that are planted on purpose: each is one change in a copy of one
 source of the product, for which a simulator of its own is linked.
 
-    python bench/campaigns/planted_bugs.py [--bugs NAME,...] [--seeds 600] [--out FILE]
+    python -m bench.campaigns.planted_bugs [--bugs NAME,...] [--seeds 600] [--out FILE]
 
 Needs build/core as `make` leaves it. Prints per bug the first seed that finds it, and what it says.
 The exit status is 1 where a bug is not found. A few minutes.

@@ -1,7 +1,8 @@
 """What a second holder of every shard gains where routing is skewed: all rows go to experts of one
 worker, or evenly to those of two, with one holder of each shard and with two.
 
-    python bench/campaigns/skewed_routing.py [--rounds 15] [--out bench/results/skewed_routing.json]
+    python -m bench.campaigns.skewed_routing [--rounds 15] \
+        [--json bench/results/skewed_routing.json]
 
 Two workers of one thread each, over shared memory. A sample is the time from the first of so many
 calls, submitted at once, to the last result, which is compared bit for bit. A call in mode
@@ -13,7 +14,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -26,14 +26,12 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench.campaigns.harness import command_line
+from dflash_moe import ExpertRuntime, Topology
+from dflash_moe.bench.harness import Recorder, run_rounds
+from dflash_moe.bench.results import timing_fields
+from dflash_moe.testing.tiny import tiny_checkpoint
 
-from dflash_moe import ExpertRuntime, Topology  # noqa: E402
-from dflash_moe.bench.harness import Recorder, run_rounds  # noqa: E402
-from dflash_moe.bench.results import timing_fields  # noqa: E402
-from dflash_moe.testing.tiny import tiny_checkpoint  # noqa: E402
-
-RESULT = Path(__file__).resolve().parents[1] / "results" / "skewed_routing.json"
 HIDDEN_SIZE, MOE_INTERMEDIATE_SIZE, NUM_EXPERTS, TOP_K = 1024, 512, 32, 4
 TOKENS, NUM_CALLS = 128, 4
 # The placement gives the first half of the experts to the first worker.
@@ -83,11 +81,10 @@ class Calls:
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "skewed_routing")
     parser.add_argument("--rounds", type=int, default=15, help="measured rounds [15]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/skewed_routing.json]")
     arguments = parser.parse_args()
-    recorder = Recorder(arguments.out)
+    recorder = Recorder(arguments.json)
     sizes = {
         "hidden_size": HIDDEN_SIZE, "moe_intermediate_size": MOE_INTERMEDIATE_SIZE, "num_experts": NUM_EXPERTS, "top_k": TOP_K,
         "num_layers": 1,

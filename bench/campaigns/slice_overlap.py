@@ -1,8 +1,8 @@
 """What slices hide behind a link of 200 Mbit/s: whole calls against what `auto` makes of them, and
 the share of the ideal gain.
 
-    python bench/campaigns/slice_overlap.py [--rounds 9] [--tokens 1024] \
-        [--out bench/results/slice_overlap.json]
+    python -m bench.campaigns.slice_overlap [--rounds 9] [--tokens 1024] \
+        [--json bench/results/slice_overlap.json]
 
 Ideal: the longest of a whole call's stages (send, compute, receive) alone, from its recorded
 timeline.
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from bench.campaigns.harness import command_line
+from bench.lab.overlap import LAYERS, LEARNING_CALLS, OverlapParams, run_overlap
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.bench.overlap import LAYERS, LEARNING_CALLS, OverlapParams, run_overlap
 from dflash_moe.cli.bench.progress import reporting
 from dflash_moe.cli.main import report
 
-ROOT = Path(__file__).resolve().parents[2]
 # A whole call of 1,024 tokens takes so long at 200 Mbit/s. This is for the estimate only.
 CALL_S = 0.35
 
@@ -40,7 +39,7 @@ def main() -> int:
     print(f"{arguments.rounds} rounds: about {seconds:.0f} s on two cores", flush=True)
     try:
         with reporting() as reporter:
-            result = run_overlap(params, recorder=Recorder(arguments.out, reporter))
+            result = run_overlap(params, recorder=Recorder(arguments.json, reporter))
     except Exception as error:  # noqa: BLE001 - as the command line does: one sentence and an exit code
         return report(error, is_debug=False)
     (found,) = result.summary
@@ -53,13 +52,12 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What slices hide behind a slow link.")
+    parser = command_line(__doc__, "slice_overlap")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds of 4 calls [9]")
     parser.add_argument("--tokens", type=int, default=1024, help="of a call [1024]")
     parser.add_argument("--hidden-size", type=int, default=1024, help="of a token [1024]")
     parser.add_argument("--moe-intermediate-size", type=int, default=384, help="of an expert [384]")
     parser.add_argument("--mbit-s", type=float, default=200.0, help="of the link [200]")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "slice_overlap.json", help="result file")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 """Parity of every required family, f32 and bf16, over two worker processes and shared memory; one
 JSON.
 
-    python bench/campaigns/verify_families.py [--families NAME,...] \
-        [--out bench/results/verify_families.json]
+    python -m bench.campaigns.verify_families [--families NAME,...] \
+        [--json bench/results/verify_families.json]
 
 Tiny random checkpoints are made in a temporary directory. Exit code 1 when a bound is exceeded.
 SPDX-License-Identifier: Apache-2.0
@@ -10,23 +10,20 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
+from bench.campaigns.harness import command_line
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
 from dflash_moe.topology import Topology
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "verify_families.json"
-
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "verify_families")
     parser.add_argument("--families", default="", help="comma-separated [the required ones]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/verify_families.json]")
     arguments = parser.parse_args()
     topology = Topology.local(2)
     options.prepare_host(topology)  # before torch is imported
@@ -45,7 +42,7 @@ def main() -> int:
                 result.rows.append({**report.to_json(), "name": arch, "path": directory.name, "passed": not report.excesses})
                 options.say(f"{arch} {dtype}: {'passed' if not report.excesses else report.excesses}")
     result.complete = True
-    result.write(arguments.out)
+    result.write(arguments.json)
     return 0 if all(row["passed"] for row in result.rows) else 1
 
 

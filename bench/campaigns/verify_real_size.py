@@ -1,7 +1,7 @@
 """What `verify` takes of a model of real size, and when the first token of such a file comes.
 
-    python bench/campaigns/verify_real_size.py [--layers 32] [--rounds 3] [--models DIR]
-        [--out bench/results/verify_real_size.json]
+    python -m bench.campaigns.verify_real_size [--layers 32] [--rounds 3] [--models DIR]
+        [--json bench/results/verify_real_size.json]
 
 The model has the sizes of Qwen3-30B-A3B cut to so many layers, with random blocks in Q4_K: 12 GB.
 One worker of this machine computes its experts from the mapped file. `verify` runs in a process of
@@ -27,16 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# The modules of this campaign are bench.peers, and the package is the one of this tree.
-sys.path.insert(0, str(ROOT))
+from bench.campaigns.harness import ROOT, command_line
+from bench.peers.model import REAL, TINY, Shape, write_random_codes
+from dflash_moe.bench.harness import Recorder
+from dflash_moe.bench.results import timing_fields
+from dflash_moe.telemetry.memory import process_memory
 
-from bench.peers.model import REAL, TINY, Shape, write_random_codes  # noqa: E402
-from dflash_moe.bench.harness import Recorder  # noqa: E402
-from dflash_moe.bench.results import timing_fields  # noqa: E402
-from dflash_moe.telemetry.memory import process_memory  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "verify_real_size.json"
 TOPOLOGY = "version: 1\nhost: {threads: 1}\nworkers: [{name: w0, threads: 1, weights_layout: mapped}]\n"
 ALLOWANCE_BYTES = 1_000_000_000
 SAMPLE_S, READ_BYTES, ITEM_BYTES = 0.01, 8 << 20, 2
@@ -74,7 +70,7 @@ def main() -> int:
     """Does what the module text says, and returns the exit status."""
     given = _arguments()
     shape = TINY if given.tiny else replace(REAL, name="verify", num_layers=given.layers)
-    recorder = Recorder(given.out)
+    recorder = Recorder(given.json)
     sizes = {"layers": shape.num_layers, "hidden_size": shape.hidden_size, "num_experts": shape.num_experts,
              "top_k": shape.top_k, "moe_intermediate_size": shape.moe_intermediate_size}  # fmt: skip
     result = recorder.begin("verify_real_size", {**sizes, "format": "q4_k", "vocab_size": shape.vocab_size})
@@ -94,12 +90,11 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "verify_real_size")
     parser.add_argument("--layers", type=int, default=32, help="[32]")
     parser.add_argument("--rounds", type=int, default=3, help="of reading and generating [3]")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape instead, to try this program")
     parser.add_argument("--models", type=Path, help="where the file is made [a temporary folder]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/verify_real_size.json]")
     return parser.parse_args()
 
 

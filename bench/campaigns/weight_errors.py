@@ -1,7 +1,7 @@
 """What each weight format moves in the experts' output: the shipped model's weights rounded to it,
 on its own hidden states.
 
-    python bench/campaigns/weight_errors.py [--out bench/results/weight_errors.json]
+    python -m bench.campaigns.weight_errors [--json bench/results/weight_errors.json]
 
 Per format and layer: rms difference of the experts' output in float64 from that with the weights as
 they are, over its standard deviation. For formats with a quantiser in Python, which llama.cpp's
@@ -13,11 +13,9 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from bench.campaigns.harness import ROOT, command_line
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.integrations.host_weights import load_weights
 from dflash_moe.model.architecture import find_model_class, load_config
@@ -35,9 +34,7 @@ from dflash_moe.model.formats.weight_formats import FORMATS
 from dflash_moe.proofs.rounded_inputs import inputs_rounded
 from dflash_moe.testing.quantised_files import quantise_fp8, quantise_mxfp4
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "bench" / "demo_model" / "dflash_moe_demo"
-RESULT = ROOT / "bench" / "results" / "weight_errors.json"
 NUMERICS = ("f32-canonical", "int8-groups")
 # The values of these formats are no integers times a scale, so that int8-groups does not take them.
 FLOAT_VALUES = ("fp8_e4m3_b128",)
@@ -48,12 +45,11 @@ Array = np.ndarray[Any, Any]
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "weight_errors")
     parser.add_argument("--formats", default="", help="comma-separated [all that Python can quantise to]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/weight_errors.json]")
     arguments = parser.parse_args()
     result = measure(tuple(arguments.formats.split(",")) if arguments.formats else ())
-    result.write(arguments.out)
+    result.write(arguments.json)
     for row in result.rows:
         print(f"{row['name']:>24}: {row['bits_per_weight']:5.2f} bits, output moves by {row['error_rms']:.2e}", file=sys.stderr)
     return 0

@@ -1,8 +1,8 @@
 """How fast a worker loads experts, packing included, against what reading the same file costs.
 Interleaved rounds.
 
-    python bench/campaigns/weight_loading.py [--rounds 7] [--threads 2] \
-        [--out bench/results/weight_loading.json]
+    python -m bench.campaigns.weight_loading [--rounds 7] [--threads 2] \
+        [--json bench/results/weight_loading.json]
 
 Rows per format: `load` (define, read, check, pack or quantise), `into memory` (the file copied from
 the page cache into fresh memory of the process by as many threads, nothing computed: the floor of
@@ -16,7 +16,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -30,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.campaigns.harness import command_line
 from dflash_moe import _core
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
@@ -40,7 +40,6 @@ from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.testing.tiny import tiny_checkpoint, tiny_ffn
 from dflash_moe.testing.tiny_gguf import tiny_gguf
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "weight_loading.json"
 # These sizes give 1.2 GB in bf16.
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 64, 2048, 768
 BUFFER_BYTES = 1 << 20
@@ -58,14 +57,13 @@ FORMATS = (("bf16", "bf16"), ("bf16", "int8_g32"), ("bf16", "int4_g32"), ("q8_0"
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "weight_loading")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--threads", type=int, default=2, help="of the worker, and of the reading [2]")
     parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; fewer for a trial [64]")
-    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/weight_loading.json]")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(arguments.out)
+        recorder = Recorder(arguments.json)
         result = recorder.begin(
             "weight_loading", {"threads": arguments.threads, "experts": arguments.experts, "layers": LAYERS}
         )

@@ -1,7 +1,7 @@
 """Kills of real worker processes while calls are under way: no call fails, no bit changes, and the
 stall is short. One JSON, and one JSON line for each event where a file is named.
 
-    python bench/campaigns/worker_kills.py [--kills 1000] [--stops 100] [--lone-kills 100]
+    python -m bench.campaigns.worker_kills [--kills 1000] [--stops 100] [--lone-kills 100]
         [--seed 0] [--transports shared,unix,tcp] [--program build/tests/worker_kills]
         [--events FILE] [--json bench/results/worker_kills.json]
 
@@ -19,22 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-# The package is the one of this tree.
-sys.path.insert(0, str(ROOT))
+from bench.campaigns.harness import ROOT, Broken, breaking_line
+from dflash_moe.bench.results import percentile
 
-from dflash_moe.bench.results import BenchResult, percentile  # noqa: E402
-from dflash_moe.cli import options  # noqa: E402
-
-RESULT = ROOT / "bench" / "results" / "worker_kills.json"
 PROGRAM = ROOT / "build" / "tests" / "worker_kills"
 # Counts that must be zero.
 CLEAN = ("failed_calls", "wrong_bits", "unsettled", "left_processes", "left_descriptors", "left_segments")
@@ -48,23 +41,14 @@ def main() -> int:
     """Does what the module text says, and returns the exit status."""
     given = _arguments()
     counts = {"kills": given.kills, "stops": given.stops, "lone_kills": given.lone_kills}
-    result = BenchResult("worker_kills", counts | {"seed": given.seed, "load_before": os.getloadavg()[0]})
-    lines: list[str] = []
-    is_clean = True
+    found = Broken.begin("worker_kills", **counts, seed=given.seed)
     for transport in given.transports.split(","):
-        summary, events = _run(given, transport)
-        lines += events
-        result.rows.append({"name": transport, **summary, "moments": _by_moment(json.loads(line) for line in events)})
-        bad = [name for name in CLEAN if summary[name] != 0]
-        is_clean = is_clean and not bad
-        result.summary += _judged(transport, summary)
-        options.say(_shown(transport, summary))
-    result.params["load_after"] = os.getloadavg()[0]
-    result.complete = True
-    result.write(given.json)
-    if given.events is not None:
-        given.events.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return 0 if is_clean else 1
+        summary, lines = _run(given, transport)
+        events = [json.loads(line) for line in lines]
+        found.events += events
+        row = {"name": transport, **summary, "moments": _by_moment(events)}
+        found.row(row, _shown(transport, summary), zero=CLEAN, goals=GOALS)
+    return found.end(given)
 
 
 def _run(given: argparse.Namespace, transport: str) -> tuple[dict[str, Any], list[str]]:
@@ -95,16 +79,6 @@ def _by_moment(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _judged(transport: str, summary: dict[str, Any]) -> list[dict[str, Any]]:
-    bounds = dict.fromkeys(CLEAN, 0.0) | GOALS
-    return [
-        {
-            "what": f"{transport}: {name}", "value": summary[name], "at_most": most, "met": summary[name] <= most,
-        }
-        for name, most in bounds.items()
-    ]  # fmt: skip
-
-
 def _shown(transport: str, summary: dict[str, Any]) -> str:
     return (
         f"{transport}: {summary['kills']} kills, {summary['stops']} stops, {summary['lone_kills']} kills of an only holder, "
@@ -116,15 +90,12 @@ def _shown(transport: str, summary: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = breaking_line(__doc__, "worker_kills")
     parser.add_argument("--kills", type=int, default=1000, help="over each transport [%(default)s]")
     parser.add_argument("--stops", type=int, default=100, help="likewise, SIGSTOP then SIGCONT [%(default)s]")
     parser.add_argument("--lone-kills", type=int, default=100, help="likewise, of a shard's only holder [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn [%(default)s]")
     parser.add_argument("--transports", default="shared,unix,tcp", help="[%(default)s]")
     parser.add_argument("--program", type=Path, default=PROGRAM, help="[build/tests/worker_kills]")
-    parser.add_argument("--events", type=Path, help="where one JSON line for each event goes")
-    parser.add_argument("--json", type=Path, default=RESULT, help="[bench/results/worker_kills.json]")
     return parser.parse_args()
 
 

@@ -5,10 +5,11 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from dflash_moe.bench.results import read_result
 
 Row = Mapping[str, Any]
 
@@ -36,7 +37,7 @@ class Recorded:
                     f"{path.name} is not recorded; `make results ONLY=STEP` measures it, "
                     "and `python -m bench.record --list` names its step"
                 )
-            self._loaded[name] = json.loads(path.read_text(encoding="utf-8"))
+            self._loaded[name] = read_result(path)
         return self._loaded[name]
 
     def rows(self, name: str, wanted: Callable[[Row], bool] = lambda _row: True) -> list[Row]:

@@ -38,7 +38,7 @@ def provenance(recorded: Recorded) -> str:
         state += "" if found["complete"] else ", incomplete"
         lines.append(
             (
-                f"[{name}](../bench/results/{name}.json)",
+                f"[{name}](../../bench/results/{name}.json)",
                 f"{found['commit'][:10]}{state}",
                 machine["cpu"],
                 str(machine["cores_usable"]),

@@ -128,7 +128,6 @@ class RowCase:
             found["read_s"] = self.bytes_read / self.read.median
             found["share_of_read"] = found["read_s"] / timing["median_s"]
         if self.loop_s:
-            found["loop_samples_s"] = self.loop_s
             # Samples are pairs, so that what slows both for a while does not count.
             found["time_by_loop"] = statistics.median(own / loop for own, loop in zip(self.samples_s, self.loop_s, strict=True))
         return found

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from bench.documents.markup import DOCUMENTS, written
 from bench.record.steps import ROOT, STEPS, Place, Step
 from bench.record.trees import RESULTS, with_trees, write
-from dflash_moe.bench.results import source_commit
+from dflash_moe.bench.results import read_result, source_commit
 
 # A step that takes this many times its estimate, and this long at least, is stuck.
 PATIENCE, LEAST_S = 6, 900
@@ -129,7 +129,7 @@ def publish(steps: Sequence[Step], place: Place) -> None:
     """Copies results to bench/results, draws their plots and writes the documents."""
     for step in steps:
         for name in step.results:
-            result = json.loads(place.json(name).read_text(encoding="utf-8"))
+            result = read_result(place.json(name))
             write(RESULTS / f"{name}.json", with_trees(result, step))
         for name, picture, is_timeline in step.plots:
             options = ["--timeline"] if is_timeline else []

@@ -10,16 +10,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
 
-from dflash_moe.bench.reference_model import reference_model
+from bench.lab.reference_model import reference_model
 from dflash_moe.topology.numerics import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
-CAMPAIGNS = ROOT / "bench" / "campaigns"
 SETTINGS = ROOT / "bench" / "settings"
 DEMO = ROOT / "bench" / "demo_model"
 TWO_WORKERS = SETTINGS / "equal" / "topology.yaml"
@@ -79,8 +78,19 @@ def _bench(*arguments: object) -> Command:
     return [sys.executable, "-m", "dflash_moe", "bench", *arguments]
 
 
+def _lab(*arguments: object) -> Command:
+    return [sys.executable, "-m", "bench.lab", *arguments]
+
+
 def _campaign(name: str, *arguments: object) -> Command:
-    return [sys.executable, CAMPAIGNS / f"{name}.py", *arguments]
+    return [sys.executable, "-m", f"bench.campaigns.{name}", *arguments]
+
+
+def _tried(name: str, *quick: object, full: Sequence[object] = ()) -> Callable[[Place], list[Command]]:
+    """Returns the command of a campaign that writes the result of its name. It is tried out with
+    the options `quick`, and recorded with `full`.
+    """
+    return lambda place: [_campaign(name, *_quick(place, [*full], [*quick]), "--json", place.json(name))]
 
 
 def _quick(place: Place, full: Command, quick: Command) -> Command:
@@ -128,37 +138,6 @@ def _local_or_remote(place: Place) -> list[Command]:
     return [_campaign("local_against_remote", *less, "--out", place.folder)]
 
 
-def _overlap(place: Place) -> list[Command]:
-    less: Command = ["--rounds", 1, "--tokens", 128, "--hidden-size", 64, "--moe-intermediate-size", 32]
-    return [_campaign("slice_overlap", *_quick(place, [], less), "--out", place.json("slice_overlap"))]
-
-
-def _emulated_link(place: Place) -> list[Command]:
-    return [_campaign("emulated_link", *_quick(place, [], ["--rounds", 1]), "--out", place.json("emulated_link"))]
-
-
-def _gemm(place: Place) -> list[Command]:
-    less: Command = ["--rounds", 1, "--tokens", 32]
-    return [_campaign("layer_against_gemm", *_quick(place, [], less), "--out", place.json("layer_against_gemm"))]
-
-
-def _peers(place: Place) -> list[Command]:
-    less: Command = ["--rounds", 1, "--tokens", "1,8", "--threads", 1, "--layers", 2]
-    return [
-        _campaign("experts_against_peers", *_quick(place, ["--rounds", 4], less), "--out", place.json("experts_against_peers"))
-    ]
-
-
-def _loading(place: Place) -> list[Command]:
-    less: Command = ["--rounds", 1, "--experts", 2]
-    return [_campaign("weight_loading", *_quick(place, [], less), "--out", place.json("weight_loading"))]
-
-
-def _mapped(place: Place) -> list[Command]:
-    less: Command = ["--rounds", 1, "--experts", 8, "--formats", "q8_0"]
-    return [_campaign("mapped_weights", *_quick(place, [], less), "--out", place.json("mapped_weights"))]
-
-
 def _prefill(place: Place) -> list[Command]:
     less: Command = ["--prompt-tokens", 32, "--new-tokens", 2, "--repeat", 1]
     full: Command = ["--prompt-tokens", 4248, "--new-tokens", 32, "--repeat", 3]
@@ -190,7 +169,7 @@ def _decode_timeline(place: Place) -> list[Command]:
     less: Command = (
         ["--rounds", 1, "--short-prompt", 8, "--long-prompt", 16, "--model", place.model()] if place.is_quick else []
     )
-    return [_campaign("decode_timeline", *less, "--out", place.json("decode_timeline"))]
+    return [_campaign("decode_timeline", *less, "--json", place.json("decode_timeline"))]
 
 
 def _memory(place: Place) -> list[Command]:
@@ -203,49 +182,9 @@ def _memory(place: Place) -> list[Command]:
     return [_bench("prefill", *fixed, *sizes, "--json", place.json("memory_3_6_gb"))]
 
 
-def _families(place: Place) -> list[Command]:
-    less: Command = ["--families", "mixtral"]
-    return [_campaign("verify_families", *_quick(place, [], less), "--out", place.json("verify_families"))]
-
-
-def _odd_settings(place: Place) -> list[Command]:
-    less: Command = ["--families", "mixtral", "--most", 1]
-    return [_campaign("odd_settings", *_quick(place, [], less), "--out", place.json("odd_settings"))]
-
-
-def _verify_real(place: Place) -> list[Command]:
-    less: Command = ["--tiny", "--rounds", 1]
-    return [_campaign("verify_real_size", *_quick(place, [], less), "--out", place.json("verify_real_size"))]
-
-
-def _weight_errors(place: Place) -> list[Command]:
-    less: Command = ["--formats", "int8_g32,q8_0"]
-    return [_campaign("weight_errors", *_quick(place, [], less), "--out", place.json("weight_errors"))]
-
-
-def _class_errors(place: Place) -> list[Command]:
-    less: Command = ["--classes", next(iter(CLASSES))]
-    return [_campaign("class_errors", *_quick(place, [], less), "--out", place.json("class_errors"))]
-
-
 def _simulation(place: Place) -> list[Command]:
     run: Command = [sys.executable, "-m", "dflash_moe", "simulate", *_quick(place, ["--hours", 100], ["--seeds", 3])]
     return [[*run, "--json", place.json("simulation")]]
-
-
-def _worker_kills(place: Place) -> list[Command]:
-    less: Command = ["--kills", 4, "--stops", 2, "--lone-kills", 2]
-    return [_campaign("worker_kills", *_quick(place, [], less), "--json", place.json("worker_kills"))]
-
-
-def _rolling_restarts(place: Place) -> list[Command]:
-    less: Command = ["--quick", "--transports", "shared"]
-    return [_campaign("rolling_restarts", *_quick(place, [], less), "--json", place.json("rolling_restarts"))]
-
-
-def _audit(place: Place) -> list[Command]:
-    less: Command = ["--runs", 1, "--healthy-rows", 200, "--starts", 1]
-    return [_campaign("audit", *_quick(place, [], less), "--json", place.json("audit"))]
 
 
 # How often each fault campaign breaks something in a record; `make campaign` has full sizes.
@@ -271,23 +210,10 @@ def _lacks_for_faults() -> str:
     return next((reason for name in FAULTS if (reason := CAMPAIGNS[name].lacking())), "")
 
 
-def _fallback_kills(place: Place) -> list[Command]:
-    return [_campaign("fallback_kills", *_quick(place, [], ["--kills", 2]), "--json", place.json("fallback_kills"))]
-
-
-def _device_step_faults(place: Place) -> list[Command]:
-    less: Command = ["--faults", 4, "--lone-faults", 1]
-    return [_campaign("device_step_faults", *_quick(place, [], less), "--json", place.json("device_step_faults"))]
-
-
 def _earlier_commit(place: Place) -> list[Command]:
     less: Command = ["--rounds", 1, "--calls", 50, "--new-tokens", 4]
     build = Path(os.environ["EARLIER_BUILD"])
     return [_campaign("earlier_commit", build, *_quick(place, [], less), "--json", place.json("earlier_commit"))]
-
-
-def _skewed_routing(place: Place) -> list[Command]:
-    return [_campaign("skewed_routing", *_quick(place, [], ["--rounds", 1]), "--out", place.json("skewed_routing"))]
 
 
 def _lacks_earlier_build() -> str:
@@ -308,11 +234,6 @@ def _bits(place: Place) -> list[Command]:
     ]
 
 
-def _llama_hosts(place: Place) -> list[Command]:
-    less: Command = ["--rounds", 1, "--repetitions", 2, "--formats", "q8_0", "--no-slots"]
-    return [_campaign("llama_hosts", *_quick(place, [], less), "--out", place.json("llama_hosts"))]
-
-
 def _llama_check(place: Place) -> list[Command]:
     tests = [sys.executable, "-m", "pytest", "-q", ROOT / "tests" / "llama" / "test_architectures.py"]
     chosen: Command = _quick(place, [], ["-k", "qwen3moe"])
@@ -326,7 +247,7 @@ def _llama_sources() -> Path:
 def _gguf_architectures(place: Place) -> list[Command]:
     chosen: Command = _quick(place, [], ["--only", "llama"])
     out = place.json("gguf_architectures")
-    return [_campaign("gguf_architectures", "--llama-src", _llama_sources(), *chosen, "--out", out)]
+    return [_campaign("gguf_architectures", "--llama-src", _llama_sources(), *chosen, "--json", out)]
 
 
 def _gguf_logits(place: Place) -> list[Command]:
@@ -337,12 +258,7 @@ def _gguf_logits(place: Place) -> list[Command]:
 
 def _attention(place: Place) -> list[Command]:
     less: Command = ["--contexts", "64", "--dtypes", "bf16", "--repeat", 1]
-    return [_bench("attention", *_quick(place, [], less), "--json", place.json("attention"))]
-
-
-def _dispatch(place: Place) -> list[Command]:
-    less: Command = ["--rounds", 1, "--layers", 2]
-    return [_campaign("host_dispatch", *_quick(place, [], less), "--out", place.json("host_dispatch"))]
+    return [_lab("attention", *_quick(place, [], less), "--json", place.json("attention"))]
 
 
 def _scheduler(place: Place) -> list[Command]:
@@ -357,11 +273,7 @@ def _scheduler(place: Place) -> list[Command]:
 
 def _micro_batches(place: Place) -> list[Command]:
     less: Command = ["--rounds", 1] if place.is_quick else []
-    return [_campaign("micro_batches", "--model", place.model(), *less, "--out", place.json("micro_batches"))]
-
-
-def _requests(place: Place) -> list[Command]:
-    return [_campaign("engine_requests", *_quick(place, [], ["--requests", 200]), "--json", place.json("engine_requests"))]
+    return [_campaign("micro_batches", "--model", place.model(), *less, "--json", place.json("micro_batches"))]
 
 
 def _engine_peers(place: Place) -> list[Command]:
@@ -452,10 +364,16 @@ STEPS: tuple[Step, ...] = (
     Step("ipc", ("ipc",), 5, _ipc, (("ipc", "ipc.png", False),), _lacks_two_cores),
     Step("experts", ("experts",), 20, _experts, (("experts", "experts.png", False),)),
     Step("experts-bf16", ("experts_bf16",), 4, _experts_bf16),
-    Step("gemm", ("layer_against_gemm",), 3, _gemm),
-    Step("peers", ("experts_against_peers",), 15, _peers, note=_without_peers),
-    Step("loading", ("weight_loading",), 3, _loading),
-    Step("mapped", ("mapped_weights",), 6, _mapped),
+    Step("gemm", ("layer_against_gemm",), 3, _tried("layer_against_gemm", "--rounds", 1, "--tokens", 32)),
+    Step(
+        "peers",
+        ("experts_against_peers",),
+        15,
+        _tried("experts_against_peers", "--rounds", 1, "--tokens", "1,8", "--threads", 1, "--layers", 2, full=("--rounds", 4)),
+        note=_without_peers,
+    ),
+    Step("loading", ("weight_loading",), 3, _tried("weight_loading", "--rounds", 1, "--experts", 2)),
+    Step("mapped", ("mapped_weights",), 6, _tried("mapped_weights", "--rounds", 1, "--experts", 8, "--formats", "q8_0")),
     Step(
         "modes",
         tuple(f"modes_{name}" for name in MODES),
@@ -468,36 +386,53 @@ STEPS: tuple[Step, ...] = (
         ),
     ),
     Step("local-remote", ("local_against_remote_prefill", "local_against_remote_decode"), 5, _local_or_remote),
-    Step("overlap", ("slice_overlap",), 1, _overlap),
-    Step("link", ("emulated_link",), 3, _emulated_link, lacking=_lacks_network),
+    Step(
+        "overlap",
+        ("slice_overlap",),
+        1,
+        _tried("slice_overlap", "--rounds", 1, "--tokens", 128, "--hidden-size", 64, "--moe-intermediate-size", 32),
+    ),
+    Step("link", ("emulated_link",), 3, _tried("emulated_link", "--rounds", 1), lacking=_lacks_network),
     Step("prefill", ("prefill_4248",), 10, _prefill, (("prefill_4248", "prefill_4248.png", False),)),
     Step("cores", ("prefill_one_core", "prefill_two_cores"), 2, _cores, lacking=_lacks_two_cores),
     Step("timeline", ("decode_timeline",), 9, _decode_timeline, lacking=_lacks_two_cores),
     Step("memory", ("memory_3_6_gb",), 4, _memory),
-    Step("parity", ("verify_families",), 5, _families),
-    Step("odd-settings", ("odd_settings",), 30, _odd_settings),
-    Step("verify-real", ("verify_real_size",), 8, _verify_real, lacking=_lacks_space),
-    Step("weight-errors", ("weight_errors",), 2, _weight_errors),
-    Step("class-errors", ("class_errors",), 1, _class_errors),
+    Step("parity", ("verify_families",), 5, _tried("verify_families", "--families", "mixtral")),
+    Step("odd-settings", ("odd_settings",), 30, _tried("odd_settings", "--families", "mixtral", "--most", 1)),
+    Step("verify-real", ("verify_real_size",), 8, _tried("verify_real_size", "--tiny", "--rounds", 1), lacking=_lacks_space),
+    Step("weight-errors", ("weight_errors",), 2, _tried("weight_errors", "--formats", "int8_g32,q8_0")),
+    Step("class-errors", ("class_errors",), 1, _tried("class_errors", "--classes", next(iter(CLASSES)))),
     Step("simulation", ("simulation",), 8, _simulation),
-    Step("worker-kills", ("worker_kills",), 2, _worker_kills, lacking=_lacks_kill_program),
-    Step("rolling-restarts", ("rolling_restarts",), 4, _rolling_restarts),
-    Step("audit", ("audit",), 2, _audit),
+    Step(
+        "worker-kills",
+        ("worker_kills",),
+        2,
+        _tried("worker_kills", "--kills", 4, "--stops", 2, "--lone-kills", 2),
+        lacking=_lacks_kill_program,
+    ),
+    Step("rolling-restarts", ("rolling_restarts",), 4, _tried("rolling_restarts", "--quick", "--transports", "shared")),
+    Step("audit", ("audit",), 2, _tried("audit", "--runs", 1, "--healthy-rows", 200, "--starts", 1)),
     Step("faults", tuple(f"fault_{name}" for name in FAULTS), 8, _faults, lacking=_lacks_for_faults),
-    Step("fallback-kills", ("fallback_kills",), 12, _fallback_kills),
-    Step("device-step-faults", ("device_step_faults",), 4, _device_step_faults),
+    Step("fallback-kills", ("fallback_kills",), 12, _tried("fallback_kills", "--kills", 2)),
+    Step("device-step-faults", ("device_step_faults",), 4, _tried("device_step_faults", "--faults", 4, "--lone-faults", 1)),
     Step("earlier-commit", ("earlier_commit",), 7, _earlier_commit, lacking=_lacks_earlier_build),
-    Step("skewed-routing", ("skewed_routing",), 1, _skewed_routing, lacking=_lacks_two_cores),
+    Step("skewed-routing", ("skewed_routing",), 1, _tried("skewed_routing", "--rounds", 1), lacking=_lacks_two_cores),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),
     Step("llama-check", ("llama_check",), 2, _llama_check, lacking=_lacks_llama),
-    Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
+    Step(
+        "llama-hosts",
+        ("llama_hosts",),
+        15,
+        _tried("llama_hosts", "--rounds", 1, "--repetitions", 2, "--formats", "q8_0", "--no-slots"),
+        lacking=_lacks_llama,
+    ),
     Step("attention", ("attention",), 1, _attention),
-    Step("dispatch", ("host_dispatch",), 1, _dispatch),
+    Step("dispatch", ("host_dispatch",), 1, _tried("host_dispatch", "--rounds", 1, "--layers", 2)),
     Step("scheduler", ("engine_scheduler",), 2, _scheduler, lacking=_lacks_two_cores),
     Step("micro-batches", ("micro_batches",), 2, _micro_batches, lacking=_lacks_two_cores),
-    Step("requests", ("engine_requests",), 6, _requests),
+    Step("requests", ("engine_requests",), 6, _tried("engine_requests", "--requests", 200)),
     Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-batches", ("engine_batches",), 20, _engine_batches, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-real", ("engine_real_shape",), 6, _engine_real_shape, lacking=_lacks_llama_programs),

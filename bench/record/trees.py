@@ -9,7 +9,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record.steps import ROOT, STEPS, Step
+from dflash_moe.bench.results import read_result, text_of
 
 RESULTS = ROOT / "bench" / "results"
 # A step that stands in no line below depends on all that is built and installed.
@@ -77,7 +77,7 @@ def moved_on(root: Path, result: Mapping[str, Any]) -> list[str]:
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
     """Writes a result as `dflash_moe.bench.results` does."""
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(text_of(result), encoding="utf-8")
 
 
 def _revision(root: Path, name: str) -> str | None:
@@ -93,7 +93,7 @@ def main() -> int:
     for step in STEPS:
         for name in step.results:
             path = RESULTS / f"{name}.json"
-            result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+            result = read_result(path) if path.is_file() else None
             if result is None or "trees" in result:
                 continue
             found = with_trees(result, step)

@@ -1,4 +1,4 @@
-// The processor's end of a ping-pong with a device, for `bench doorbell`. It answers every number
+// The processor's end of a device's ping-pong, for `bench.lab doorbell`. It answers every number
 // that appears in one word with the same number in another, and notes when. Both words may lie in
 // memory that another process or a device shares.
 // SPDX-License-Identifier: Apache-2.0

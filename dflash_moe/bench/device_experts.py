@@ -143,7 +143,7 @@ class DeviceCase:
             "name": f"{self.facts['kernel']} {self.fmt} {self.tokens}", "format": self.fmt, "tokens": self.tokens,
             "rows_per_expert": pairs / self.batch.num_distinct, "hidden_size": shape.hidden_size,
             "moe_intermediate_size": shape.moe_intermediate_size, "num_experts": shape.num_experts, "top_k": shape.top_k,
-            "threads": 1, "routing": self.routing, "weights_from": "dram", "device_samples_s": list(self.device_samples_s),
+            "threads": 1, "routing": self.routing, "weights_from": "dram",
             "device_median_s": device_s, "gflops": gflops, "bytes_per_s": rate,
         }  # fmt: skip
         if self.ceilings.bytes_per_s:

@@ -167,8 +167,6 @@ class ExpertsCase:
             "bytes_per_s": weight_bytes / median,
             "peak_gflops": peak_gflops,
             "peak_bytes_per_s": peak_bytes,
-            "peak_gflops_samples": list(self.peaks.gflops),
-            "peak_bytes_per_s_samples": list(self.peaks.bytes_per_s),
             "of_peak_gflops": gflops / peak_gflops,
             "of_peak_bytes": weight_bytes / median / peak_bytes,
             **timing,

@@ -236,7 +236,6 @@ def _row(params: FaultParams, runtime: ExpertRuntime, events: _Events, processes
         "fallback_calls": runtime.stats()["fallback"]["calls"],
         "first_error": events.first_error,
         **timing_fields(stalls),
-        "back_samples_s": events.back_s,
     }
 
 

@@ -21,7 +21,7 @@ from dflash_moe import _core, _measure
 from dflash_moe.bench import expert_call
 from dflash_moe.bench.expert_call import measure_calls
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.bench.results import BenchResult, percentile
+from dflash_moe.bench.results import BenchResult, percentile, timing_fields
 from dflash_moe.errors import ConfigError, WorkerTimeout
 from dflash_moe.protocol.encryption import identity_of
 from dflash_moe.protocol.paths import TRANSPORTS
@@ -103,10 +103,7 @@ def _row(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int, in
     return {
         "name": kind,
         "payload_bytes": payload_bytes,
-        "samples_s": [ns / 1e9 for ns in samples],
-        "samples_per_round": rounds,
-        "median_s": p50_us / 1e6,
-        "p95_s": percentile(samples, 0.95) / 1e9,
+        **timing_fields([ns / 1e9 for ns in samples], per_round=rounds),
         "p50_us": p50_us,
         "p99_us": percentile(samples, 0.99) / 1e3,
         "floor_us": statistics.median(floors) / 1e3,

@@ -20,6 +20,8 @@ FIELDS = ("format", "tokens", "gflops", "bytes_per_s", "peak_gflops", "peak_byte
 # Rows of one run have the same peak when it differs by less than this factor. The peak of integers
 # is further from that of floats.
 SAME_PEAK = 1.5
+# So many lines of a legend are as high as a panel.
+LEGEND_LINES = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def _dress(roofline: Any, share: Any, rows: Sequence[Mapping[str, Any]], title: 
     share.minorticks_off()
     share.axhline(100, color=BLACK, linewidth=1.0)
     share.set_title("reached of what the peaks of the same run allow", fontsize=9)
-    share.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    columns = 1 + len(share.lines) // LEGEND_LINES
+    share.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, ncols=columns)
     for axis in (roofline, share):
         axis.grid(visible=True, which="major", alpha=0.25)
 

@@ -80,11 +80,10 @@ class Series:
         row |= last.prefill
         row["tokens_per_s"] = last.prompt_tokens / row["median_s"]
         row["wire_efficiency"] = last.prefill["floor_bytes"] / moved if moved else None
-        row["decode_samples_s"] = [sum(sample.token_s) for sample in self.samples]
         row["decode_calls"] = last.decode["calls"]
         row["decode_bytes"] = last.decode["request_bytes"] + last.decode["reply_bytes"]
         if last.token_s:
-            row["decode_tokens_per_s"] = len(last.token_s) / statistics.median(row["decode_samples_s"])
+            row["decode_tokens_per_s"] = len(last.token_s) / statistics.median(sum(sample.token_s) for sample in self.samples)
         row["digests"] = sorted({sample.digest for sample in self.samples})
         if self.auto is not None:
             row["auto"] = dict(self.auto)

@@ -1,9 +1,11 @@
 """Writes and reads the result file of every bench case. It holds samples, machine and commit, so
 that a number can be traced and compared.
 
-Schema 1 is {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a
-case has them, "summary" and "timelines". Plots and comparisons read these files only, never a live
-run. This file depends on nothing but the standard library and errors.
+Schema 2 is {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a
+case has them, "summary" and "timelines". What was measured has as many digits as say something. A
+long list of like objects is {"columns": [names], "values": [[...], ...]}; schema 1 has none of
+these. Plots and comparisons read these files only, never a live run. This file depends on nothing
+but the standard library and errors.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,7 +17,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -25,7 +27,17 @@ from typing import Any
 from dflash_moe.errors import ConfigError
 from dflash_moe.named_files import open_named
 
-SCHEMA = 1
+SCHEMA = 2
+READ_SCHEMAS = (1, SCHEMA)
+# A row keeps at most so many samples of a round, those of each twentieth of it: what a comparison
+# needs of a round is its median and its spread, and a result stays below 300 KB.
+KEPT_OF_A_ROUND = 21
+# So many digits are written of a sample, whose repetition differs in the third, and of what was
+# made of all of them.
+SAMPLE_DIGITS, DIGITS = 4, 8
+# So many objects with the same keys are written as a table, which names the keys once.
+TABLE_ROWS = 64
+MEASURED = ("rows", "summary", "timelines")
 # Git leaves out paths that are written in this way.
 NOT_MEASURED = (":(exclude)bench/results", ":(exclude)*.md")
 
@@ -40,15 +52,29 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
 
 
 def timing_fields(samples_s: Sequence[float], *, per_round: int = 1) -> dict[str, Any]:
-    """Returns the fields that every row carries: `samples_s` (all of them, in order),
-    `samples_per_round`, `median_s` and `p95_s`.
+    """Returns the fields that every row carries: `samples_s` in the order of rounds,
+    `samples_per_round`, and `median_s` and `p95_s` of all that was measured. Where that are more
+    than `samples_per_round`, `measured_per_round` of them, samples are the quantiles of a round.
     """
+    kept: Sequence[float] = samples_s
+    if per_round > KEPT_OF_A_ROUND:
+        rounds = (sorted(samples_s[at : at + per_round]) for at in range(0, len(samples_s), per_round))
+        kept = [quantile for one in rounds for quantile in _quantiles(one)]
     return {
-        "samples_s": list(samples_s),
-        "samples_per_round": per_round,
+        "samples_s": list(kept),
+        "samples_per_round": min(per_round, KEPT_OF_A_ROUND),
+        "measured_per_round": per_round,
         "median_s": statistics.median(samples_s),
         "p95_s": percentile(samples_s, 0.95),
     }
+
+
+def _quantiles(ordered: Sequence[float]) -> Iterator[float]:
+    """Yields the least, the largest and what lies evenly between; the middle one is the median."""
+    for number in range(KEPT_OF_A_ROUND):
+        whole, part = divmod(number * (len(ordered) - 1), KEPT_OF_A_ROUND - 1)
+        above = ordered[min(whole + 1, len(ordered) - 1)]
+        yield ordered[whole] + (above - ordered[whole]) * part / (KEPT_OF_A_ROUND - 1)
 
 
 @dataclass(slots=True)
@@ -94,13 +120,57 @@ class BenchResult:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         try:
-            partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+            partial.write_text(text_of(self.as_json()), encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             # The error of a full disk names no file.
             with suppress(OSError):
                 partial.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def text_of(result: Mapping[str, Any]) -> str:
+    """Returns the text of a result file, with a line for each row."""
+    lines = []
+    for key, value in result.items():
+        packed = _packed(value) if key in MEASURED else value
+        lines.append(f'"{key}":{_text(packed)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(json.dumps(one, separators=(",", ":")) for one in value) + "\n]"
+    if isinstance(value, Mapping) and value.keys() == {"columns", "values"}:
+        return f'{{"columns":{json.dumps(value["columns"])},"values":{_text(value["values"])}}}'
+    return json.dumps(value)
+
+
+def _packed(value: Any, digits: int = DIGITS) -> Any:
+    """Returns what is written of something measured."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, Mapping):
+        return {key: _packed(one, SAMPLE_DIGITS if key == "samples_s" else digits) for key, one in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    packed = [_packed(one, digits) for one in value]
+    if len(packed) < TABLE_ROWS or not all(isinstance(one, dict) and one.keys() == packed[0].keys() for one in packed):
+        return packed
+    return {"columns": list(packed[0]), "values": [[one[key] for key in packed[0]] for one in packed]}
+
+
+def _unpacked(value: Any) -> Any:
+    """Returns lists of objects for tables. What only looks like a table stays as it is."""
+    if isinstance(value, list):
+        return [_unpacked(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"columns", "values"} and all(isinstance(one, list) for one in value.values()):
+        columns = [str(one) for one in value["columns"]]
+        if all(isinstance(line, list) and len(line) == len(columns) for line in value["values"]):
+            return [dict(zip(columns, map(_unpacked, line), strict=True)) for line in value["values"]]
+    return {key: _unpacked(one) for key, one in value.items()}
 
 
 def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
@@ -116,7 +186,9 @@ def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); pass a result file of `dflash-moe bench`") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a JSON result file ({error}); is it cut short?") from None
-    if not isinstance(loaded, Mapping) or loaded.get("schema") != SCHEMA or not isinstance(loaded.get("rows"), list):
+    if isinstance(loaded, dict):
+        loaded |= {key: _unpacked(loaded[key]) for key in MEASURED if key in loaded}
+    if not isinstance(loaded, Mapping) or loaded.get("schema") not in READ_SCHEMAS or not isinstance(loaded.get("rows"), list):
         found = loaded.get("schema") if isinstance(loaded, Mapping) else type(loaded).__name__
         raise ConfigError(f"{path}: expected a bench result of schema {SCHEMA}, found {found!r}")
     if case is not None and loaded.get("case") != case:

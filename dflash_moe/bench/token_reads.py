@@ -120,7 +120,6 @@ def read_fields(reads: Mapping[str, float], sides: Sides, speeds: Mapping[int, R
                 "threads": threads,
                 "bytes_per_token": num_bytes,
                 "read_bytes_per_s": median,
-                "read_bytes_per_s_samples": [] if speed is None else list(speed.bytes_per_s),
             }
         )
         if num_bytes and seconds is not None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -58,12 +58,15 @@ class Command(TyperCommand):
         if not is_whole:
             formatter.write_paragraph()
             # The root's own path has no word of arguments in it.
-            words = ctx.command_path.partition(" ")[2]
-            formatter.write_text(f"`{ctx.find_root().info_name} help {words}` says all of each: values, variables, reasons.")
+            program = ctx.find_root().info_name
+            words = ctx.command_path.removeprefix(program).strip()
+            formatter.write_text(f"`{program} help {words}` says all of each: values, variables, reasons.")
 
 
 class Group(TyperGroup):
-    """A command of commands."""
+    """A command of commands. `elsewhere` says of names that it does not have where they are."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
@@ -72,6 +75,8 @@ class Group(TyperGroup):
 
     def meant(self, ctx: Any, name: str) -> str:
         """Returns what somebody may have meant by a command that there is not."""
+        if name in self.elsewhere:
+            return f": {self.elsewhere[name]}"
         near = difflib.get_close_matches(name[:MAX_COMPARED], self.list_commands(ctx), n=2)
         if near:
             return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?"

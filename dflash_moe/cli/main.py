@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -50,13 +50,16 @@ def main() -> int:
     return code
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(
+    arguments: Sequence[str] | None = None, *, build: Callable[[], typer.Typer] | None = None, program: str = PROGRAM
+) -> int:
     """Runs the command line and returns the exit code. `arguments` are without the name of the
-    program; None takes those of sys.argv.
+    program; None takes those of sys.argv. `build` makes another application than that of all
+    commands, which is called `program`.
     """
     given, is_debug = _normalised(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = build_app()(given, prog_name=PROGRAM, standalone_mode=False)
+        code = (build or build_app)()(given, prog_name=program, standalone_mode=False)
         sys.stdout.flush()
         if code == EXIT_INTERRUPTED:
             # Some versions of the parser hand over a Ctrl-C in this way.

@@ -66,6 +66,8 @@ MAX_COMPARED = 100
 class Root(Group):
     """All commands. Each is imported when it is asked for."""
 
+    elsewhere = ELSEWHERE
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(NAMES)
 
@@ -76,9 +78,6 @@ class Root(Group):
             importlib.import_module(f"dflash_moe.cli.{module}").register(app)
             self.commands.update(typer.main.get_group(app).commands)
         return self.commands.get(cmd_name)
-
-    def meant(self, ctx: Any, name: str) -> str:
-        return f": {ELSEWHERE[name]}" if name in ELSEWHERE else super().meant(ctx, name)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         # Without a line between it and the usage all of it fits a screen of 24 lines.
@@ -103,12 +102,12 @@ def build_app() -> typer.Typer:
     """Builds the application."""
     app = Commands(cls=Root, name=PROGRAM, help=SUMMARY, no_args_is_help=True, add_completion=True)
     app.callback()(_global_options)
-    app.command(name="help", hidden=True)(_help)
+    app.command(name="help", hidden=True)(show_help)
     app.command(name="version", hidden=True)(_version)
     return app
 
 
-def _help(
+def show_help(
     context: typer.Context,
     words: Annotated[list[str] | None, typer.Argument(metavar="COMMAND", help="The command [default: all].")] = None,
 ) -> None:

@@ -174,7 +174,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock mutex_": "straight: guards stopping_; the send under it is MSG_DONTWAIT, the wait is timed and gives it up",
     },
     # -- Python ------------------------------------------------------------------------------------
-    "dflash_moe/bench/bell_echo.py": {
+    "bench/lab/bell_echo.py": {
         "call os.read": "bounded: the parent writes or its death closes the pipe; the answers are read after select said so",
         "call os.waitpid": _KILLED,
         "call os.write": "bounded: four bytes into a pipe that holds 64 KiB and is empty",

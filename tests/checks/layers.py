@@ -62,6 +62,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 EVERYBODY_MAY_IMPORT = {"_core", "version"}
 
+# What lies beside the package in a checkout measures and proves it, and is in no wheel.
+OUTSIDE = {"bench", "tests"}
+
 # Some rooms may import these packages, but always inside a function, because importing ours must
 # work without them. What runs models is itself imported inside functions, and may do it at the top.
 HEAVY = {"torch", "transformers", "tokenizers", "matplotlib"}
@@ -94,6 +97,8 @@ def _findings_of_file(path: Path, root: Path) -> list[str]:
             is_allowed = other in allowed or (outer in allowed and outer != room)
             if not is_allowed and not (other == "__init__" and room in {"cli", "testing", "bench", "__main__"}):
                 findings.append(f"{where}:{line}: {room} must not import {other}; the arrows are in tests/checks/layers.py")
+        elif top_level in OUTSIDE:
+            findings.append(f"{where}:{line}: the package must not import {top_level}/, which no installation has")
         elif top_level in HEAVY:
             if room not in HEAVY_IN_FUNCTIONS:
                 findings.append(f"{where}:{line}: {room} must not import {top_level}: a worker's installation lacks it")

@@ -98,7 +98,7 @@ def waits_of(path: Path, root: Path) -> Iterator[Wait]:
     where = path.relative_to(root)
     if where.parts[0] == "csrc":
         yield from _cpp_waits(path.read_text(encoding="utf-8"), str(where))
-    elif where.parts[0] == "dflash_moe" and path.suffix == ".py":
+    elif path.suffix == ".py" and (where.parts[0] == "dflash_moe" or where.parts[:2] == ("bench", "lab")):
         yield from _python_waits(path.read_text(encoding="utf-8"), str(where))
 
 

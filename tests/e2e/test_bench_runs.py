@@ -220,10 +220,10 @@ def test_a_topology_that_does_not_fit_is_told_before_the_work(model, tmp_path, c
 def test_the_campaign_of_the_modes_runs_a_setting(model, tmp_path):
     done = subprocess.run(
         [
-            sys.executable, str(ROOT / "bench" / "campaigns" / "modes.py"), "--model", str(model), "--rounds", "1",
+            sys.executable, "-m", "bench.campaigns.modes", "--model", str(model), "--rounds", "1",
             "--stream-rounds", "1", "--prompt-tokens", "8,80", "--settings", "slow_link", "--out", str(tmp_path),
         ],
-        capture_output=True, text=True, timeout=200, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "1 settings, 1 rounds: about" in done.stdout
@@ -233,7 +233,7 @@ def test_the_campaign_of_the_modes_runs_a_setting(model, tmp_path):
 
 
 def test_overlap_measures_whole_calls_against_auto():
-    from dflash_moe.bench.overlap import OverlapParams, run_overlap
+    from bench.lab.overlap import OverlapParams, run_overlap
 
     params = OverlapParams(64, hidden_size=64, moe_intermediate_size=32, num_experts=4, top_k=2, repeat=2, mbit_s=100)
     result = run_overlap(params)

@@ -12,12 +12,16 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dflash_moe.errors import DflashError
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
 from tests.expert_cases import make_checkpoint, tiny_spec
@@ -117,6 +121,36 @@ def wait_until(claim: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def pid_of(runtime: ExpertRuntime, worker: str) -> int:
+    """Returns the process of a worker that the host started."""
+    return next(process.pid for process in runtime.worker_processes() if process.name == worker)
+
+
+@contextlib.contextmanager
+def calls_of_two(call: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Two threads that call without a pause; collects what comes of it."""
+    found: list[Any] = []
+    is_over = threading.Event()
+
+    def drive() -> None:
+        while not is_over.is_set():
+            try:
+                found.append(call())
+            except DflashError as error:
+                found.append(error)
+                is_over.wait(0.005)
+
+    threads = [threading.Thread(target=drive) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
 
 
 def children_of(pid: int) -> list[int]:

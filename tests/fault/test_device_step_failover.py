@@ -21,7 +21,7 @@ import pytest
 from dflash_moe import ConfigError, ExpertRuntime, Topology, WorkerError, WorkerLost
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
-from tests.fault.conftest import freeze, wait_until
+from tests.fault.conftest import freeze, pid_of, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, EXPERTS, TOP_K = 2, 64, 8, 3
@@ -97,10 +97,6 @@ def expected(spec: ModelSpec, count: int) -> list[bytes]:
 def counts(runtime: ExpertRuntime) -> tuple[int, int, int]:
     found = runtime.stats()["device_steps"]
     return found["steps"], found["replays"], found["plain"]
-
-
-def pid_of(runtime: ExpertRuntime, name: str) -> int:
-    return next(process.pid for process in runtime.worker_processes() if process.name == name)
 
 
 def kill(runtime: ExpertRuntime, name: str) -> None:
@@ -305,9 +301,9 @@ def test_an_interrupt_just_before_the_block_leaves_the_runtime_usable(
 
 def test_faults_at_random_moments_of_steps_cost_no_step_and_no_bit(tmp_path: Path) -> None:
     result = tmp_path / "faults.json"
-    program = ROOT / "bench" / "campaigns" / "device_step_faults.py"
-    command = [sys.executable, str(program), "--faults", "20", "--lone-faults", "2", "--json", str(result)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    program = [sys.executable, "-m", "bench.campaigns.device_step_faults"]
+    command = [*program, "--faults", "20", "--lone-faults", "2", "--json", str(result)]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(result.read_text())["rows"]
     assert sum(row["faults"] for row in rows) == 22

@@ -31,7 +31,7 @@ from dflash_moe.model.formats.safetensors_header import read_header
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
-from tests.fault.conftest import StartWorker, children_of, freeze, wait_until
+from tests.fault.conftest import StartWorker, calls_of_two, children_of, freeze, pid_of, wait_until
 
 # A busy machine does in much less what is waited for here.
 BACK_S = 90.0
@@ -50,10 +50,6 @@ def start(spec: ModelSpec, *, address: str | None = None, replicas: int = 1, **o
 def reach(spec: ModelSpec, address: str, **overrides: Any) -> ExpertRuntime:
     topology = Topology.parse(f"version: 1\nworkers: [{{name: far, threads: 1, address: '{address}'}}]\n")
     return ExpertRuntime.start(topology, model=spec, **{"host_fallback": "mapped", **FAR, **overrides})
-
-
-def pid_of(runtime: ExpertRuntime, worker: str) -> int:
-    return next(process.pid for process in runtime.worker_processes() if process.name == worker)
 
 
 def state_of(runtime: ExpertRuntime, worker: str) -> str:
@@ -83,31 +79,6 @@ def computed_here(runtime: ExpertRuntime) -> int:
     return int(runtime.stats()["fallback"]["calls"])
 
 
-@contextlib.contextmanager
-def load_of(runtime: ExpertRuntime) -> Iterator[list[Any]]:
-    """Two threads that call without a pause; collects what comes of it."""
-    found: list[Any] = []
-    is_over = threading.Event()
-
-    def drive() -> None:
-        while not is_over.is_set():
-            try:
-                found.append(call(runtime))
-            except DflashError as error:
-                found.append(error)
-                is_over.wait(0.005)
-
-    threads = [threading.Thread(target=drive) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield found
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join(60)
-
-
 def check_all_right(found: list[Any], expected: Any) -> None:
     assert found
     assert not [one for one in found if isinstance(one, Exception)]
@@ -120,7 +91,7 @@ def test_with_every_worker_gone_for_good_the_host_computes_equal_bits(spec: Mode
         expected = expected_of(runtime)
         assert np.array_equal(call(runtime), expected)
         assert computed_here(runtime) == 0
-        with load_of(runtime) as found:
+        with calls_of_two(partial(call, runtime)) as found:
             for worker in ("w0", "w1"):
                 os.kill(pid_of(runtime, worker), signal.SIGKILL)
             assert wait_until(lambda: all(state_of(runtime, name) == "quarantined" for name in ("w0", "w1")), BACK_S)
@@ -138,7 +109,7 @@ def test_with_every_worker_gone_for_good_the_host_computes_equal_bits(spec: Mode
 def test_workers_that_come_back_take_over_again(spec: ModelSpec) -> None:
     with start(spec) as runtime:
         expected = expected_of(runtime)
-        with load_of(runtime) as found:
+        with calls_of_two(partial(call, runtime)) as found:
             for deaths in (1, 2):
                 for worker in ("w0", "w1"):
                     os.kill(pid_of(runtime, worker), signal.SIGKILL)

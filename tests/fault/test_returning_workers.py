@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
@@ -14,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from dflash_moe.holders.holder import WorkerState
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
-from tests.fault.conftest import StartWorker, children_of, freeze, is_gone, wait_until
+from tests.fault.conftest import StartWorker, calls_of_two, children_of, freeze, is_gone, pid_of, wait_until
 
 # A busy machine starts a worker in much less; a test that does not fail never waits so long.
 BACK_S = 90.0
@@ -41,10 +40,6 @@ BATCH = make_batch(40)
 def start(spec: ModelSpec, num_workers: int = 2, *, address: str | None = None, **overrides: Any) -> ExpertRuntime:
     topology = Topology.local(num_workers=num_workers, address=address)
     return ExpertRuntime.start(topology, model=spec, **{**QUICK, **overrides})
-
-
-def pid_of(runtime: ExpertRuntime, worker: str) -> int:
-    return next(process.pid for process in runtime.worker_processes() if process.name == worker)
 
 
 def state_of(runtime: ExpertRuntime, worker: str) -> WorkerState:
@@ -67,36 +62,11 @@ def is_back(runtime: ExpertRuntime, worker: str, deaths: int) -> Callable[[], bo
     return lambda: (found := state_of(runtime, worker)).state == "ready" and found.deaths == deaths
 
 
-@contextlib.contextmanager
-def load_of(runtime: ExpertRuntime) -> Iterator[list[Any]]:
-    """Two threads that call without a pause; collects what comes of it."""
-    found: list[Any] = []
-    is_over = threading.Event()
-
-    def drive() -> None:
-        while not is_over.is_set():
-            try:
-                found.append(call(runtime))
-            except DflashError as error:
-                found.append(error)
-                is_over.wait(0.005)
-
-    threads = [threading.Thread(target=drive) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield found
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join(60)
-
-
 @pytest.mark.parametrize("address", [None, "unix", "tcp"])
 def test_calls_wait_for_a_killed_worker_and_none_of_them_fails(spec: ModelSpec, address: str | None) -> None:
     with start(spec, address=address, park_s=BACK_S, call_timeout_s=2 * BACK_S) as runtime:
         expected = expected_of(runtime)
-        with load_of(runtime) as found:
+        with calls_of_two(partial(call, runtime)) as found:
             for deaths in (1, 2):
                 for worker in ("w0", "w1"):
                     os.kill(pid_of(runtime, worker), signal.SIGKILL)
@@ -111,7 +81,7 @@ def test_a_started_worker_killed_under_load_is_back_by_itself_with_equal_bits(sp
     with start(spec, address=address, park_s=0) as runtime:
         expected = expected_of(runtime)
         victims = []
-        with load_of(runtime) as found:
+        with calls_of_two(partial(call, runtime)) as found:
             for deaths in (1, 2, 3):
                 victims.append(pid_of(runtime, "w1"))
                 os.kill(victims[-1], signal.SIGKILL)

@@ -75,7 +75,7 @@ def _run_kind(given: Run, spec: ModelSpec, kind: str) -> None:
     given.goal(f"{kind}: ready again, s", max(back_s), at_most=BACK_GOAL_S)
     given.row(
         kind, stalls_s, events=len(stalls_s), calls=load.calls, failed_calls=load.failed, wrong_results=load.wrong,
-        not_back=away, **spread("stall", stalls_s), **spread("back", back_s, unit_ms=False), **left, back_samples_s=back_s,
+        not_back=away, **spread("stall", stalls_s), **spread("back", back_s, unit_ms=False), **left,
         first_error=load.errors[0][2] if load.errors else "",
     )  # fmt: skip
 

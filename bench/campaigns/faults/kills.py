@@ -54,7 +54,7 @@ def run(given: Run) -> None:
             transport, found.stalls_s, kills=len(found.stalls_s), calls=load.calls, failed_calls=load.failed,
             wrong_results=load.wrong, not_back=found.away, failovers=totals["failovers"], hedges=totals["hedges"],
             **spread("stall", found.stalls_s), **spread("back", found.back_s, unit_ms=False), **left, phases=found.phases,
-            back_samples_s=found.back_s, first_error=load.errors[0][2] if load.errors else "",
+            first_error=load.errors[0][2] if load.errors else "",
         )  # fmt: skip
 
 

@@ -251,7 +251,7 @@ def _break_often(scene: Scene, kinds: tuple[str, ...], who: str) -> None:
             given.row(
                 f"{kind}, {who} answers", stalls_s, faults=len(stalls_s), calls=load.calls - calls,
                 failed_calls=zero["failed calls"], wrong_results=zero["wrong results"], not_back=away,
-                **spread("stall", stalls_s), **spread("back", back_s, unit_ms=False), back_samples_s=back_s,
+                **spread("stall", stalls_s), **spread("back", back_s, unit_ms=False),
                 first_error=load.errors[0][2] if load.errors else "",
             )  # fmt: skip
     name = f"changes of mode, {who}, with {', '.join(kinds)}"

@@ -98,7 +98,7 @@ def fault_rows(given: Run, name: str, count: str, alike: list[dict[str, Any]], s
         healed_s = [one["healed_s"] for one in chosen]
         given.row(
             f"{name}{besides}", stalls_s, **{count: len(chosen)}, **{one: sum(event[one] for event in chosen) for one in sums},
-            **spread("stall", stalls_s), **spread("healed", healed_s, unit_ms=False), healed_samples_s=healed_s,
+            **spread("stall", stalls_s), **spread("healed", healed_s, unit_ms=False),
         )  # fmt: skip
 
 

@@ -123,7 +123,6 @@ def _alone(given: Run, spec: ModelSpec, way: str) -> None:
     given.row(
         name, errors_s, stops=len(errors_s), calls=load.calls, failed_calls=load.failed, wrong_results=load.wrong,
         not_back=away, park_s=PARK_S, **spread("error", errors_s, unit_ms=False), **spread("back", back_s, unit_ms=False),
-        back_samples_s=back_s,
     )  # fmt: skip
 
 

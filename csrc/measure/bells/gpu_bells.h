@@ -1,5 +1,5 @@
 // What a doorbell costs on a host's device, by each way in which a device can ring a processor and
-// wait for it (`bench doorbell`). Device steps use the first way only.
+// wait for it (`bench.lab doorbell`). Device steps use the first way only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

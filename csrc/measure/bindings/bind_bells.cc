@@ -1,4 +1,4 @@
-// The memory of a ping-pong between a device and a processor, and both its ends (`bench doorbell`).
+// The memory of a ping-pong between a device and a processor, and both ends (`bench.lab doorbell`).
 // The words are the heads of two segments, which are made and mapped as in the shared transport, or
 // lie in pinned memory.
 // SPDX-License-Identifier: Apache-2.0

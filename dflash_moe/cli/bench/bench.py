@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import attention, campaign, device, experts, fault, files, scheduler
+from dflash_moe.cli.bench import experts, fault, files, scheduler
 from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.cli.bench.tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
-from dflash_moe.cli.command_line import Commands
+from dflash_moe.cli.command_line import Commands, Group
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,19 +36,28 @@ MAX_PAYLOAD_BYTES = 64 << 20
 MAX_PROMPT_TOKENS = 1 << 20
 
 
+# These measure parts for those who change them, and come with the sources.
+IN_THE_LAB = {"attention": "attention", "doorbell": "doorbell", "step": "step", "campaign": "prefill-cards"}
+
+
+class Bench(Group):
+    """The group `bench`."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        name: f"in a checkout of the sources it is `python -m bench.lab {there}`" for name, there in IN_THE_LAB.items()
+    }
+
+
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
-    bench = Commands(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
+    bench = Commands(cls=Bench, help="Measure this machine, compare results, draw them.", no_args_is_help=True)
     bench.command(name="ipc")(ipc)
     bench.command(name="prefill")(prefill)
     bench.command(name="decode")(decode)
     files.register(bench)
     experts.register(bench)
-    attention.register(bench)
     scheduler.register(bench)
     fault.register(bench)
-    device.register(bench)
-    campaign.register(bench)
     app.add_typer(bench, name="bench")
 
 

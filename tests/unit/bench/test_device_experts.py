@@ -27,7 +27,6 @@ def test_every_format_and_batch_has_a_row_that_names_the_device(tmp_path):
         assert (row["backend"], row["kernel"], row["moe_intermediate_size"]) == ("sim", "f32-canonical", 32)
         assert len(row["samples_s"]) == 2 * row["samples_per_round"]
         assert 0 < row["device_median_s"] < max(row["samples_s"]), "a device computes within the time its caller waits"
-        assert len(row["device_samples_s"]) == 2
         assert row["gflops"] == pytest.approx(6e-9 * row["tokens"] * 2 * 64 * 32 / row["device_median_s"])
         assert "of_peak_bytes" not in row, "nothing measured a ceiling there"
     stored = json.loads((tmp_path / "out.json").read_text())

@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, name: str, result: dict[str, Any]) -> None:
-    (folder / f"{name}.json").write_text(json.dumps(result))
+    (folder / f"{name}.json").write_text(json.dumps({"schema": 2, "case": name} | result))
 
 
 def lines_of(folder: Path, table: str) -> list[str]:

@@ -139,7 +139,7 @@ def test_int8_groups_stand_beside_f32_canonical_with_a_peak_of_their_own_where_t
         ("q8_0", "f32-canonical"), ("q8_0_int8-groups", "int8-groups"), ("bf16", "f32-canonical"),
         *([("bf16_bf16-dot", "bf16-dot")] if has_bf16 else []),
     ]  # fmt: skip
-    floats, integers = (row["peak_gflops_samples"] for row in result.rows[:2])
+    floats, integers = (row["peak_gflops"] for row in result.rows[:2])
     assert floats != integers  # measured apart
     (alone,) = run_experts(
         tiny(formats=("q8_0",), numerics=("int8-groups",), tokens=(8,), zipf_tokens=(), cache_tokens=())

@@ -81,6 +81,12 @@ def test_torch_at_the_top_of_an_optional_user_is_found(tmp_path: Path) -> None:
     assert found == ["dflash_moe/bench/forward.py", "dflash_moe/model/spec.py"]
 
 
+def test_the_package_knows_nothing_of_what_lies_beside_it(tmp_path: Path) -> None:
+    _package_file(tmp_path, "cli/demo.py", "def demo():\n    from bench.lab.overlap import run_overlap\n")
+    _package_file(tmp_path, "cli/bench/bench.py", "from dflash_moe.bench import results\n")
+    assert [finding.split(" must")[0] for finding in layers.find(tmp_path)] == ["dflash_moe/cli/demo.py:2: the package"]
+
+
 def test_unknown_room_is_found(tmp_path: Path) -> None:
     _package_file(tmp_path, "helpers/x.py", "")
     assert "not in the layer table" in layers.find(tmp_path)[0]

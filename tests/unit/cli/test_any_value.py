@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import typer.main
 
+from bench.lab import __main__ as lab
 from dflash_moe.cli import main, root
 from dflash_moe.errors import DflashError
 
@@ -23,10 +24,11 @@ STOPS = (
     "dflash_moe.bench.ipc.run_ipc",
     "dflash_moe.bench.prefill.run_prefill",
     "dflash_moe.bench.decode.run_decode",
-    "dflash_moe.bench.doorbell.run_doorbell",
-    "dflash_moe.bench.device_steps.run_device_steps",
+    "bench.lab.prefill_cards.run_prefill_cards",
+    "bench.lab.doorbell.run_doorbell",
+    "bench.lab.device_steps.run_device_steps",
     "dflash_moe.bench.experts.run_experts",
-    "dflash_moe.bench.attention.run_attention",
+    "bench.lab.attention.run_attention",
     "dflash_moe.bench.device_experts.run_device_experts",
     "dflash_moe.experts.expert_runtime.ExpertRuntime.start",
     "dflash_moe.proofs.verify.verify",
@@ -61,8 +63,8 @@ def stopped(monkeypatch, tmp_path):
     (tmp_path / "model").mkdir()
 
 
-def commands():
-    """(words, command) of every command that does something."""
+def commands(build=root.build_app):
+    """(words, command) of every command of an application that does something."""
 
     def walk(words, command):
         if not hasattr(command, "list_commands"):
@@ -71,9 +73,11 @@ def commands():
         for name in command.list_commands(None):
             yield from walk((*words, name), command.get_command(None, name))
 
-    return dict(walk((), typer.main.get_command(root.build_app())))
+    return dict(walk((), typer.main.get_command(build())))
 
 
+# The commands of the package, and those that measure its parts.
+PROGRAMS = {words: build for build in (lab.build_app, root.build_app) for words in commands(build)}
 GOOD = {"--model": "model", "--topology": "good.yaml", "--name": "w0", "--arch": "mixtral", "--out": "out.png", "--prompt": "x"}
 
 
@@ -97,10 +101,11 @@ def options_of(command):
 
 
 def check_values(words, capsys, values):
-    command = commands()[words]
+    build = PROGRAMS[words]
+    command = commands(build)[words]
     for flag in options_of(command):
         for value in values:
-            code = main.run(arguments_of(words, command, flag, value))
+            code = main.run(arguments_of(words, command, flag, value), build=build)
             last = capsys.readouterr().err.splitlines()[-1:]
             assert code in CODES, (flag, value, last)
             assert code == 0 or last, (flag, value)
@@ -108,13 +113,13 @@ def check_values(words, capsys, values):
 
 
 @pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+@pytest.mark.parametrize("words", sorted(PROGRAMS), ids=" ".join)
 def test_any_value_of_any_option_is_taken_or_refused_in_a_sentence(words, capsys):
     check_values(words, capsys, TELLING)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+@pytest.mark.parametrize("words", sorted(PROGRAMS), ids=" ".join)
 def test_every_edge_of_every_option_is_taken_or_refused_in_a_sentence(words, capsys):
     check_values(words, capsys, EDGES)

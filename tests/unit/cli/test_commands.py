@@ -23,7 +23,6 @@ from dflash_moe import __version__, _core
 from dflash_moe.cli import demo, demo_model, main, options, root
 from dflash_moe.cli.command_line import Commands
 from dflash_moe.cli.doctor import probes
-from dflash_moe.cli.doctor.doctor import doctor
 from dflash_moe.cli.model_path import model_path
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
@@ -484,7 +483,7 @@ def test_doctor_says_what_it_cannot_have(capsys, monkeypatch):
     def refuse() -> None:
         raise DflashError("memfd_create: Function not implemented")
 
-    monkeypatch.setitem(doctor.probes.TRANSPORTS, "shared", SimpleNamespace(try_here=refuse))
+    monkeypatch.setitem(probes.TRANSPORTS, "shared", SimpleNamespace(try_here=refuse))
     code, out, _ = run(capsys, "doctor")
     assert code == 0, "a machine that lacks something is no failure"
     assert "note: transport shared: memfd_create: Function not implemented" in out

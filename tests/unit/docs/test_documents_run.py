@@ -108,9 +108,16 @@ def test_documented_make_targets_exist() -> None:
                 assert set(match[1].split()) <= targets, f"{name}: {line}"
 
 
+def _ends(module: str) -> list[str]:
+    """What a module's path ends with: a folder is run by its __main__.py."""
+    return ["/__main__.py"] if (ROOT / module.replace(".", "/")).is_dir() else [".py"]
+
+
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
 def test_files_named_in_the_documents_exist(document: str) -> None:
     named = re.findall(r"`((?:csrc|dflash_moe|tests|configs|docs|bench)/[\w./-]+\.\w+)`", DOCUMENTS[document])
+    modules = re.findall(r"python\s+-m\s+(bench(?:\.\w+)+)", DOCUMENTS[document])
+    named += [f"{module.replace('.', '/')}{end}" for module in modules for end in _ends(module)]
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
 

@@ -1,4 +1,4 @@
-"""`bench doorbell` and `bench step` as typed: tables, files, exit codes and refused options.
+"""`bench.lab doorbell` and `step` as typed: tables, files, exit codes and refused options.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,16 +9,17 @@ import json
 
 import pytest
 
-from dflash_moe.bench import device_steps
+from bench.lab import device_steps
+from bench.lab.__main__ import PROGRAM, build_app
+from bench.lab.cli.device import print_doorbell, print_steps
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import main
-from dflash_moe.cli.bench.device import print_doorbell, print_steps
 
 
 def test_doorbell_prints_a_line_for_every_memory_and_ping_pong_and_writes_them(capsys, tmp_path):
     path = tmp_path / "doorbell.json"
-    assert main.run(("bench", "doorbell", "--backend", "sim", "--rounds", "3", "--json", str(path))) == 0
+    assert main.run(("doorbell", "--backend", "sim", "--rounds", "3", "--json", str(path)), build=build_app) == 0
     out = capsys.readouterr().out
     assert out.count("sealed segments") == 1 + 4
     assert out.count("yes") == 3 + 9
@@ -31,7 +32,7 @@ def test_doorbell_prints_a_line_for_every_memory_and_ping_pong_and_writes_them(c
     (("step", "--backend", "sim", "--tokens", "1,x"), "--tokens '1,x': give one or more numbers of 1..64"),
 ])  # fmt: skip
 def test_options_that_are_not_allowed_are_named(capsys, arguments, text):
-    assert main.run(("bench", *arguments)) != 0
+    assert main.run(arguments, build=build_app) != 0
     assert text in capsys.readouterr().err
 
 
@@ -45,7 +46,7 @@ def test_a_step_of_other_bits_than_staged_calls_fails_the_command(capsys, monkey
         return result
 
     monkeypatch.setattr(device_steps, "run_device_steps", measured)
-    assert main.run(("bench", "step", "--backend", "sim")) == code
+    assert main.run(("step", "--backend", "sim"), build=build_app) == code
     out, err = capsys.readouterr()
     assert ("DIFFER" in out) == (same_bits is False)
     assert ("other bits than staged calls" in err) == (same_bits is False)
@@ -62,3 +63,18 @@ def test_what_failed_is_told_below_the_tables(capsys):
     for line in ("register sealed: not supported (CUDA error 801)", "a kernel, thread: no store of the card was seen"):
         assert line in lines
     assert "card: it does not start" in lines
+
+
+@pytest.mark.parametrize(("name", "there"), [
+    ("attention", "attention"), ("doorbell", "doorbell"), ("step", "step"), ("campaign", "prefill-cards"),
+])  # fmt: skip
+def test_a_user_of_the_package_is_told_where_the_command_is(capsys, name, there):
+    assert main.run(("bench", name, "--json", "x.json")) == main.EXIT_USAGE
+    said = f"No such command '{name}': in a checkout of the sources it is `python -m bench.lab {there}`"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert main.run(("help", there), build=build_app) == 0
+
+
+def test_help_of_a_command_names_the_program_that_says_more(capsys):
+    assert main.run(("step", "--help"), build=build_app, program=PROGRAM) == 0
+    assert "`python -m bench.lab help step` says all of each" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""`bench attention` measures the operator of paged attention against the limits of the machine: one
+"""`attention` measures the operator of paged attention against the limits of the machine: one
 layer in a call, over the pages of so many layers and sequences that no cache holds them.
 
 Rows named `decode` have one query row, rows named `prefill` a chunk of a prompt; both are the last
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.lab.attention_append import AppendCase, append_cases
+from bench.lab.attention_pages import AttentionShape, LayerStack, Rows
 from dflash_moe import _core, _measure
-from dflash_moe.bench.attention_append import AppendCase, append_cases
-from dflash_moe.bench.attention_pages import AttentionShape, LayerStack, Rows
 from dflash_moe.bench.harness import Case, Recorder, run_rounds
 from dflash_moe.bench.read_speed import ReadSpeed, read_buffer_bytes
 from dflash_moe.bench.results import BenchResult, timing_fields
@@ -145,11 +145,9 @@ class AttentionCase:
             "us": median * 1e6,
             "bytes_per_s": bytes_per_s,
             "read_bytes_per_s": read,
-            "read_bytes_per_s_samples": list(self.read.bytes_per_s),
             "share_of_read": bytes_per_s / read,
             "gflops": gflops,
             "peak_gflops": peak,
-            "peak_gflops_samples": list(self.peak.gflops),
             "share_of_peak": gflops / peak,
             **timing,
         }

@@ -1,4 +1,4 @@
-"""Answers a card in `bench doorbell`, from a thread of this process or from a process of its own.
+"""Answers a card in `doorbell`, from a thread of this process or from a process of its own.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,4 @@
-"""`bench campaign prefill-cards`: the prefill table on every pair of cards that a machine has.
+"""`prefill-cards`: the prefill table on every pair of cards that a machine has.
 
 The model runs on one card, which keeps a part of the experts, and another card, or all others
 together, hold the rest. Each such topology gets the rows of the modes: whole chunks against
@@ -83,9 +83,9 @@ def find_cards(backend: str) -> list[Card]:
         have = ", ".join(f"{card.label} {card.name}" for card in found) or "none"
         why = f" ({'; '.join(reasons)})" if reasons else ""
         raise UnsupportedError(
-            f"bench campaign prefill-cards measures pairs of cards, and this machine has {have}{why}; `dflash-moe doctor` says "
-            "what a card needs, `bench prefill --topology FILE` measures one card with processors, --backend sim counts calls "
-            "and bytes without cards"
+            f"prefill-cards measures pairs of cards, and this machine has {have}{why}; `dflash-moe doctor` says what a "
+            "card needs, `dflash-moe bench prefill --topology FILE` measures one card with processors, --backend sim counts "
+            "calls and bytes without cards"
         )
     return sorted(found, key=lambda card: -card.memory_bytes)
 

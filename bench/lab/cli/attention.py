@@ -1,4 +1,4 @@
-"""`dflash-moe bench attention`: options and tables; the measuring is dflash_moe/bench/attention.py.
+"""`python -m bench.lab attention`: options and tables; the measuring is bench/lab/attention.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 MAX_CONTEXT = 1 << 20
 
 
-def register(bench: typer.Typer) -> None:
-    """Adds the command to the group `bench`."""
-    bench.command(name="attention")(attention)
-
-
 def attention(
     contexts: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Comma-separated numbers of tokens that one query row sees.")
@@ -41,7 +36,7 @@ def attention(
     """Paged attention against the peaks of this machine: decode rows over many contexts, a chunk of
     512 of 4,096 tokens, and storing 64 tokens (5 minutes at most).
     """
-    from dflash_moe.bench.attention import AttentionParams, run_attention
+    from bench.lab.attention import AttentionParams, run_attention
 
     if plot is not None:
         from dflash_moe.bench.plot import check_output

@@ -1,10 +1,10 @@
-"""`bench doorbell` measures which memory of the host a card takes, and what it costs to ring a
+"""`doorbell` measures which memory of the host a card takes, and what it costs to ring a
 processor from there and to be answered.
 
 It first registers memory as device steps do: the sealed segments of the shared transport (the
 worker's mapped read-only), the same without the seal against writing, and pinned memory. Then it
 runs a ping-pong over each: the card stores a number, a thread or another process answers with it,
-and the card waits for that. Nothing else travels, so that this is the floor under `bench step`.
+and the card waits for that. Nothing else travels, so that this is the floor under `step`.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from bench.lab.bell_echo import EchoProcess, EchoThread
 from dflash_moe import _measure
-from dflash_moe.bench.bell_echo import EchoProcess, EchoThread
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
 from dflash_moe.errors import DflashError

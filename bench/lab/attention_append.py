@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_moe.bench.attention_pages import LayerStack, Rows
+from bench.lab.attention_pages import LayerStack, Rows
 from dflash_moe.bench.results import timing_fields
 
 # So many times all tokens are stored in one measurement.

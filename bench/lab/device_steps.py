@@ -1,4 +1,4 @@
-"""`bench step` measures what the exchange adds to each layer of a decode step on a card, beside
+"""`step` measures what the exchange adds to each layer of a decode step on a card, beside
 calls that are staged through the host.
 
 The steps are synthetic: the expert calls of all layers follow each other with nothing between them.
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.lab.step_cases import PATHS, QUEUED, STAGED, StepCase, StepScene, same_results
 from dflash_moe.bench.expert_batch import ExpertShape
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult
-from dflash_moe.bench.step_cases import PATHS, QUEUED, STAGED, StepCase, StepScene, same_results
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import tiny_checkpoint
@@ -104,9 +104,9 @@ def _dtype(params: StepParams) -> str:
     except ImportError:
         if params.is_simulated:
             return "f32"
-        raise UnsupportedError("bench step: torch is not installed; the tensors of a step on a card are its") from None
+        raise UnsupportedError("step: torch is not installed; the tensors of a step on a card are its") from None
     if not params.is_simulated and (not torch.cuda.is_available() or torch.cuda.device_count() <= params.device):
-        raise UnsupportedError(f"bench step: torch drives no device {params.device}; the tensors of a step on a card are its")
+        raise UnsupportedError(f"step: torch drives no device {params.device}; the tensors of a step on a card are its")
     return "bf16"
 
 

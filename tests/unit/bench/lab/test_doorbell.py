@@ -1,4 +1,4 @@
-"""`bench doorbell` on the simulated card: every way to ring, and what fails is a row and not an
+"""`bench.lab doorbell` on the simulated card: every way to ring, and what fails is a row and not an
 end.
 
 SPDX-License-Identifier: Apache-2.0
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from bench.lab.bell_echo import EchoProcess
+from bench.lab.doorbell import OPEN, PAIRS, PINNED, SEALED, DoorbellParams, run_doorbell
 from dflash_moe import _measure
-from dflash_moe.bench.bell_echo import EchoProcess
-from dflash_moe.bench.doorbell import OPEN, PAIRS, PINNED, SEALED, DoorbellParams, run_doorbell
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.errors import UnsupportedError
 
@@ -57,8 +57,8 @@ class Silent:
 
 
 def test_a_card_that_nobody_answers_gives_up_within_its_budget_and_the_next_ways_are_tried(monkeypatch):
-    monkeypatch.setattr("dflash_moe.bench.doorbell.EchoThread", Silent)
-    monkeypatch.setattr("dflash_moe.bench.doorbell.PAIRS", pairs := [pair for pair in PAIRS if pair[2] != "process"])
+    monkeypatch.setattr("bench.lab.doorbell.EchoThread", Silent)
+    monkeypatch.setattr("bench.lab.doorbell.PAIRS", pairs := [pair for pair in PAIRS if pair[2] != "process"])
     rows = by_name(run_doorbell(DoorbellParams("sim", rounds=ROUNDS, budget_s=0.05)).rows)
     for pair in pairs:
         assert rows[pair]["passed"] == (pair[2] != "thread"), rows[pair]
@@ -87,7 +87,7 @@ def test_memory_that_the_driver_refuses_is_a_row_with_its_words(monkeypatch):
         BellMemory = Choosy
         BellDevice = _measure.BellDevice
 
-    monkeypatch.setattr("dflash_moe.bench.doorbell._measure", Measure)
+    monkeypatch.setattr("bench.lab.doorbell._measure", Measure)
     rows = by_name(run_doorbell(DoorbellParams("sim", rounds=ROUNDS)).rows)
     for (kind, memory, _), row in rows.items():
         assert row["passed"] == (memory != SEALED)
@@ -105,7 +105,7 @@ def test_an_echo_process_ends_with_its_block_although_nobody_rang():
 
 
 def test_an_echo_process_that_is_stuck_costs_no_more_than_the_limit(monkeypatch):
-    monkeypatch.setattr("dflash_moe.bench.bell_echo.JOIN_S", 0.05)
+    monkeypatch.setattr("bench.lab.bell_echo.JOIN_S", 0.05)
     memory = _measure.BellMemory.of_segments(is_open=False, slot_bytes=4096)
     with EchoProcess.forked(memory, rounds=ROUNDS, timeout_s=60.0) as echo:
         echo.begin(1)  # nobody rings, so it would answer a minute later

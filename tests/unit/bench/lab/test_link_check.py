@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_moe.bench.link_check import LinkParams, link_ratios, run_link_check
+from bench.lab.link_check import LinkParams, link_ratios, run_link_check
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.testing.tiny import tiny_checkpoint
 from dflash_moe.topology import Topology

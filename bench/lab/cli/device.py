@@ -1,5 +1,5 @@
-"""`dflash-moe bench doorbell` and `bench step`: options and tables; doorbell.py and device_steps.py
-in bench/ measure.
+"""`python -m bench.lab doorbell` and `step`: options and tables; doorbell.py and device_steps.py in
+bench/lab/ measure.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,12 +24,6 @@ BackendOption = Annotated[str, typer.Option(help=f"The card's kind: {', '.join(B
 DeviceOption = Annotated[int, typer.Option(min=0, help="The card's number.")]
 
 
-def register(bench: typer.Typer) -> None:
-    """Adds the commands to the group `bench`."""
-    bench.command(name="doorbell")(doorbell)
-    bench.command(name="step")(step)
-
-
 def doorbell(
     backend: BackendOption = "cuda",
     device: DeviceOption = 0,
@@ -44,7 +38,7 @@ def doorbell(
     """Which memory a card takes from the host, and what ringing a processor from it costs, by every
     way it has (1 minute).
     """
-    from dflash_moe.bench.doorbell import DoorbellParams, run_doorbell
+    from bench.lab.doorbell import DoorbellParams, run_doorbell
 
     _check_backend(backend)
     with measuring(json_out, lambda result: print_doorbell(result.rows)) as recorder:
@@ -83,7 +77,7 @@ def step(
     """What a decode step's exchange adds to each layer on a card, with CPU and GPU workers, beside
     staged calls (1 minute).
     """
-    from dflash_moe.bench.device_steps import StepParams, run_device_steps
+    from bench.lab.device_steps import StepParams, run_device_steps
 
     _check_backend(backend)
     batches = options.numbers(tokens, "--tokens", MAX_STEP_TOKENS)

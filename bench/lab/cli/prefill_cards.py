@@ -1,5 +1,4 @@
-"""`dflash-moe bench campaign ...`: measurements over everything of a kind that a machine has, by
-one command and without a topology.
+"""`python -m bench.lab prefill-cards`: options and table; bench/lab/prefill_cards.py measures.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,7 +11,6 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench.run import JsonOption, measuring
-from dflash_moe.cli.command_line import Commands
 from dflash_moe.errors import ConfigError, DflashError
 
 if TYPE_CHECKING:
@@ -24,19 +22,6 @@ MODES = ("stream", "batched", "auto")
 PROMPT_TOKENS, NEW_TOKENS = 4248, 128
 MAX_PROMPT_TOKENS = 1 << 20
 MIB = 1 << 20
-
-
-def register(bench: typer.Typer) -> None:
-    """Adds the group `campaign` to the group `bench`."""
-    campaign = Commands(help="Measure all that this machine has of a kind, by one command.", no_args_is_help=True)
-    campaign.command(name="prefill-cards")(prefill_cards)
-    # With one command only, the name of a group would be swallowed.
-    campaign.callback()(_campaign)
-    bench.add_typer(campaign, name="campaign")
-
-
-def _campaign() -> None:
-    """Measure all that this machine has of a kind, by one command."""
 
 
 @options.with_settings()
@@ -58,21 +43,19 @@ def prefill_cards(
 
     With three cards or more there is one topology of all. Exit code 1 where a mode gave other bits.
     """
+    from bench.lab.prefill_cards import run_prefill_cards
     from dflash_moe.bench.prefill import PrefillParams
-    from dflash_moe.bench.prefill_cards import run_prefill_cards
 
     if backend not in BACKENDS:
         raise ConfigError(f"--backend {backend!r} is not allowed; allowed: {', '.join(BACKENDS)}")
     for taken in ("mode", "dtype", "reply_dtype"):
         if overrides.get(taken) is not None:
-            raise ConfigError(f"--{taken.replace('_', '-')}: bench campaign measures every mode in the model's own dtype")
+            raise ConfigError(f"--{taken.replace('_', '-')}: prefill-cards measures every mode in the model's own dtype")
     params = PrefillParams(options.model_directory(model), (prompt_tokens,), new_tokens, MODES, repeat=repeat, with_local=False)
     with measuring(json_out, show) as recorder:
         result = run_prefill_cards(params, backend, recorder=recorder, overrides=overrides)
     if any(differing := differing_pairs(result)):
-        raise DflashError(
-            f"bench campaign prefill-cards: the modes gave other bits over {', '.join(differing)}; see the digests"
-        )
+        raise DflashError(f"prefill-cards: the modes gave other bits over {', '.join(differing)}; see the digests")
 
 
 def differing_pairs(result: BenchResult) -> list[str]:

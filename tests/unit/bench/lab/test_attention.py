@@ -1,5 +1,5 @@
-"""`bench attention` on tiny pages: every field of the interface, bytes and operations as counted by
-hand, pages that are read again only after all others.
+"""`bench.lab attention` on tiny pages: every field of the interface, bytes and operations as
+counted by hand, pages that are read again only after all others.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -11,10 +11,11 @@ import itertools
 import numpy as np
 import pytest
 
+from bench.lab.__main__ import build_app
+from bench.lab.attention import AttentionParams, run_attention
+from bench.lab.attention_append import AppendCase, append_cases
+from bench.lab.attention_pages import AttentionShape, LayerStack, Rows
 from dflash_moe import _core
-from dflash_moe.bench.attention import AttentionParams, run_attention
-from dflash_moe.bench.attention_append import AppendCase, append_cases
-from dflash_moe.bench.attention_pages import AttentionShape, LayerStack, Rows
 from dflash_moe.bench.read_speed import ReadSpeed, read_buffer_bytes
 from dflash_moe.cli.main import run
 from dflash_moe.errors import ConfigError
@@ -30,8 +31,8 @@ PROMISED = {
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_moe.bench.read_speed.last_cache_bytes", lambda: 4096)
     monkeypatch.setattr("dflash_moe.bench.read_speed.LEAST_BYTES", 1 << 16)
-    monkeypatch.setattr("dflash_moe.bench.attention.SAMPLE_S", 1e-4)
-    monkeypatch.setattr("dflash_moe.bench.attention_append.REPEATS", 3)
+    monkeypatch.setattr("bench.lab.attention.SAMPLE_S", 1e-4)
+    monkeypatch.setattr("bench.lab.attention_append.REPEATS", 3)
 
 
 def tiny(**changes: object) -> AttentionParams:
@@ -135,7 +136,7 @@ def test_an_unknown_dtype_and_too_little_memory_are_refused_before_anything_is_m
         run_attention(tiny(dtypes=("int8",)))
     with pytest.raises(ConfigError, match="a context of 4 tokens has no last 8"):
         run_attention(tiny(chunks=((8, 4),)))
-    monkeypatch.setattr("dflash_moe.bench.attention.memory_available", lambda: 1000)
+    monkeypatch.setattr("bench.lab.attention.memory_available", lambda: 1000)
     with pytest.raises(ConfigError, match="measure shorter contexts"):
         run_attention(tiny())
 
@@ -143,12 +144,12 @@ def test_an_unknown_dtype_and_too_little_memory_are_refused_before_anything_is_m
 def test_the_command_prints_both_tables_and_keeps_the_result(tmp_path, capsys) -> None:
     out = tmp_path / "a.json"
     flags = ["--contexts", "16", "--dtypes", "f16", "--threads", "1", "--repeat", "1"]
-    assert run(["bench", "attention", *flags, "--json", str(out)]) == 0
+    assert run(["attention", *flags, "--json", str(out)], build=build_app) == 0
     printed = capsys.readouterr().out
     assert "append_token_batch" in printed
     assert "decode" in printed
     assert out.is_file()
-    assert run(["bench", "attention", "--contexts", "0"]) == 2
+    assert run(["attention", "--contexts", "0"], build=build_app) == 2
     assert "--contexts '0'" in capsys.readouterr().err.strip().splitlines()[-1]
 
 

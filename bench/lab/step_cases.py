@@ -1,4 +1,4 @@
-"""The steps of `bench step`: the same calls staged through the host, as a device step, and as one
+"""The steps of `step`: the same calls staged through the host, as a device step, and as one
 queued before it began.
 
 The last is what a captured graph would give: the host's time to queue is hidden behind other work
@@ -172,7 +172,6 @@ class StepCase:
             "queue_us": statistics.median(by_layer([sample.queue_s for sample in samples])),
             "open_us": statistics.median(1e6 * sample.open_s for sample in samples),
             "added_p50_us": statistics.median(added), "added_p99_us": percentile(added, 0.99), "added_min_us": min(added),
-            "added_samples_us": added,
         }  # fmt: skip
         return row | timing_fields([sample.whole_s for sample in samples], per_round=self.steps)
 

@@ -1,5 +1,5 @@
-"""`bench step` on the simulated card: every worker and path has its figures, and what fails is a
-row and not an end.
+"""`bench.lab step` on the simulated card: every worker and path has its figures, and what fails is
+a row and not an end.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_moe.bench.device_steps import WORKERS, StepParams, run_device_steps, topology_of
+from bench.lab.device_steps import WORKERS, StepParams, run_device_steps, topology_of
+from bench.lab.step_cases import HOLD_CYCLES, QUEUED, STAGED, STEP, StepCase, StepScene
 from dflash_moe.bench.expert_batch import ExpertShape
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.bench.step_cases import HOLD_CYCLES, QUEUED, STAGED, STEP, StepCase, StepScene
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import tiny_checkpoint
@@ -32,7 +32,7 @@ def test_every_worker_and_path_has_a_row_whose_step_gives_the_bits_of_staged_cal
         assert row["same_bits"] is True
         assert "error" not in row
         assert (row["tokens"], row["layers"], row["moe_intermediate_size"], row["mark_us"]) == (1, 2, 16, None)
-        assert len(row["samples_s"]) == len(row["added_samples_us"]) == 1
+        assert len(row["samples_s"]) == 1
         assert row["compute_us"] > 0
         assert row["layer_us"] == pytest.approx(1e6 * row["median_s"] / 2)
         assert row["added_p50_us"] == pytest.approx(row["layer_us"] - row["compute_us"])
@@ -63,7 +63,7 @@ def test_a_worker_that_does_not_start_is_a_row_and_the_next_one_is_measured(monk
             raise DflashError("it does not start")
         return real(params, worker)
 
-    monkeypatch.setattr("dflash_moe.bench.device_steps.topology_of", choosy)
+    monkeypatch.setattr("bench.lab.device_steps.topology_of", choosy)
     rows = run_device_steps(StepParams(**{**params(), "workers": ("cpu process", "card, this process")})).rows
     assert rows[0] == {"name": "cpu process", "worker": "cpu process", "error": "it does not start"}
     assert [row["worker"] for row in rows[1:]] == ["card, this process"] * 2

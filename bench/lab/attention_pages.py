@@ -1,4 +1,4 @@
-"""Pages full of random keys and values for `bench attention`, and the sequences that are cut out of
+"""Pages full of random keys and values for `attention`, and the sequences that are cut out of
 them.
 
 SPDX-License-Identifier: Apache-2.0

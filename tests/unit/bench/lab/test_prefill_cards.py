@@ -1,4 +1,4 @@
-"""`bench campaign prefill-cards`: which pairs of cards it measures, how it shares the experts, and
+"""`bench.lab prefill-cards`: which pairs of cards it measures, how it shares the experts, and
 the calls and bytes of a run on simulated cards.
 
 SPDX-License-Identifier: Apache-2.0
@@ -10,8 +10,9 @@ import json
 
 import pytest
 
-from dflash_moe.bench import prefill_cards
-from dflash_moe.bench.prefill_cards import Card, card_pairs, find_cards
+from bench.lab import prefill_cards
+from bench.lab.__main__ import build_app
+from bench.lab.prefill_cards import Card, card_pairs, find_cards
 from dflash_moe.cli.main import run
 from dflash_moe.errors import ConfigError, UnsupportedError
 
@@ -70,7 +71,7 @@ def test_calls_and_bytes_of_simulated_cards(tmp_path, capsys):
     assert run(["model", "make", "--arch", "qwen3_moe", "--out", str(model), *shape]) == 0
     counts = ["--prompt-tokens", str(PROMPT), "--new-tokens", str(NEW), "--repeat", "1", "--stream-tokens", "4"]
     arguments = ["--model", str(model), "--backend", "sim", *counts, "--json", str(out)]
-    assert run(["bench", "campaign", "prefill-cards", *arguments]) == 0
+    assert run(["prefill-cards", *arguments], build=build_app) == 0
     assert "sim-cuda > sim-hip" in capsys.readouterr().out
     rows = {(row["cards"], row["mode"]): row for row in json.loads(out.read_text())["rows"]}
     assert {cards for cards, _ in rows} == {"sim-cuda > sim-hip", "sim-hip > sim-cuda"}
@@ -86,5 +87,5 @@ def test_calls_and_bytes_of_simulated_cards(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags", [["--backend", "metal"], ["--mode", "stream"]])
 def test_flags_that_make_no_sense_are_refused(flags, tmp_path, capsys):
-    assert run(["bench", "campaign", "prefill-cards", "--model", str(tmp_path), *flags]) == 2
+    assert run(["prefill-cards", "--model", str(tmp_path), *flags], build=build_app) == 2
     assert flags[0] in capsys.readouterr().err
