@@ -66,7 +66,8 @@ def test_decode_keeps_every_token_and_counts_one_call_per_worker_and_layer(model
     for row in result["rows"]:
         assert len(row["samples_s"]) == tokens * rounds
         assert row["samples_per_round"] == tokens
-        assert row["p50_s"] <= row["p95_s"] <= row["p99_s"] <= max(row["samples_s"])
+        # The file has four digits of a sample.
+        assert row["p50_s"] <= row["p95_s"] <= row["p99_s"] <= max(row["samples_s"]) * 1.001
         assert 0 < row["calls_per_token"] <= LAYERS * (1 if row["name"] == "local" else WORKERS)
         assert 0 < row["floor_bytes_per_token"] < row["request_bytes_per_token"] + row["reply_bytes_per_token"]
         sides = ["host"] if row["name"] == "local" else ["host", "w0", "w1"]
