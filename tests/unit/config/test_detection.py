@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_moe.cli.doctor.doctor import doctor
+from dflash_moe.cli.doctor import doctor
 from dflash_moe.config.detection import CERTAINTIES, audited_share, calls_until_caught, detections
 from dflash_moe.topology import Topology
 

@@ -94,7 +94,7 @@ def test_doctor_finds_a_package_that_is_installed_beside_the_core(tmp_path):
         stand_in = PACKAGE / f"libdflash_{'cuda' if BUILT.exists() else 'sim'}{suffix}.so"
         shutil.copy2(stand_in, plugins / f"libdflash_cuda{suffix}.so")
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "csrc" / "plugin" / "package", source)
+    shutil.copytree(ROOT / "csrc" / "cards" / "package", source)
     backend, host = _core.plugin_abi()
     described = {"DFLASH_CARD": "cuda", "DFLASH_PLUGINS": str(plugins), "DFLASH_VERSION": dflash_moe.__version__}
     environment = os.environ | described | {"DFLASH_PLUGIN_ABI": f"{backend} {host}"}

@@ -20,7 +20,7 @@ from dflash_moe.errors import ConfigError, WorkerLost
 from tests.checks.layers import imports_of
 from tests.unit.cli.chat.test_commands import Model, begun, said
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 HINT = "Ctrl-C again leaves, and so does Ctrl-D\n"
 
 
