@@ -25,6 +25,7 @@ from tests.checks import (
     result_trees,
     sizes,
     stub_parity,
+    stubs,
     waits,
     wheel_versions,
 )
@@ -47,6 +48,7 @@ CHECKS = (
     generated_figures,
     result_trees,
     stub_parity,
+    stubs,
     wheel_versions,
 )
 

@@ -157,19 +157,33 @@ class BellMemory {
 }  // namespace
 
 void bind_bells(py::module_& module) {
-  py::class_<BellDevice, SharedDevice>(module, "BellDevice")
+  py::class_<BellDevice, SharedDevice>(
+      module, "BellDevice",
+      "A card, or a simulated one, with the kernel that rings. UnsupportedError says what to do "
+      "where its plug-in is missing or cannot be used, and ConfigError is for a device that does "
+      "not exist.")
       .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0)
       .def_property_readonly("name", &BellDevice::name);
-  py::class_<BellMemory>(module, "BellMemory")
+  py::class_<BellMemory>(module, "BellMemory",
+                         "Two words for a ping-pong of a device and a processor (`bench "
+                         "doorbell`), with both ends of it.")
       .def_static("of_segments", &BellMemory::of_segments, py::kw_only(), py::arg("is_open"),
-                  py::arg("slot_bytes"))
+                  py::arg("slot_bytes"),
+                  "The words are the heads of two segments. Open segments have no seal against "
+                  "writing (segment.h).")
       .def_static("pinned", &BellMemory::pinned, py::arg("device"))
-      .def("map", &BellMemory::map, py::arg("device"))
+      .def("map", &BellMemory::map, py::arg("device"),
+           "Returns the bytes that were mapped, 0 for pinned memory. UnsupportedError has the "
+           "driver's words.")
       .def("unmap", &BellMemory::unmap, py::arg("device"))
       .def("answer", &BellMemory::answer, py::kw_only(), py::arg("first"), py::arg("rounds"),
-           py::arg("timeout_s"))
+           py::arg("timeout_s"),
+           "Returns when each round was seen, in nanoseconds of the monotonic clock. There are "
+           "fewer than `rounds` where the time was over.")
       .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("kind"),
-           py::arg("first"), py::arg("rounds"), py::arg("budget_s"));
+           py::arg("first"), py::arg("rounds"), py::arg("budget_s"),
+           "`kind` is kernel, stream or call. Returns the number of rounds that were answered, and "
+           "when the calls of the host were made. UnsupportedError, WorkerTimeout.");
 }
 
 }  // namespace dflash::measure
