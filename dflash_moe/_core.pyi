@@ -929,8 +929,8 @@ class PackedLinear:
 
     @property
     def numerics(self) -> list[str]:
-        """Of each part: the numerics class, which is the default one where the wanted one does
-        not take the format.
+        """Of each part: the numerics class, which is the default one where the wanted one does not
+        take the format.
         """
 
     @property
@@ -1289,8 +1289,8 @@ def run_together(
     """
 
 def set_canonical_float_mode() -> None:
-    """Gives the calling thread, which must be one of the package's own, the mode in which
-    canonical bits are computed: to nearest, nothing flushed to zero.
+    """Gives the calling thread, which must be one of the package's own, the mode in which canonical
+    bits are computed: to nearest, nothing flushed to zero.
     """
 
 def shard_checksum(experts: Sequence[int]) -> int:
@@ -1309,10 +1309,21 @@ def weight_formats() -> dict[str, dict[str, int]]:
     of a record.
     """
 
+def wire_dtypes() -> dict[str, int]:
+    """The bytes of a value of each dtype that travels, in the order of their numbers in frames."""
+
 def wire_limits() -> dict[str, int]:
     """Every constant of wire/limits.h and transport/channel.h by its name in snake_case."""
 
 DEFAULT_ARENA_BYTES: int
+
+MAX_HANDOVER_BYTES: int
+
+MAX_PATIENCE: int
+
+REPLY_FRAME: int
+
+REQUEST_FRAME: int
 
 SPARE_SLOTS: int
 

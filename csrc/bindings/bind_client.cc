@@ -18,6 +18,7 @@
 #include "bindings/module.h"
 #include "bindings/step_report.h"
 #include "bindings/typed.h"
+#include "client/engine.h"
 
 namespace py = pybind11;
 
@@ -399,6 +400,8 @@ Deadline deadline_of(double seconds) {
 }
 
 void bind_client(py::module_& module) {
+  // After so many times call_timeout_s every call has ended.
+  module.attr("MAX_PATIENCE") = client::kMaxPatience;
   py::class_<client::StepLease>(
       module, "StepLease",
       "The data paths of a client that it has handed over to a device step: those of `workers`, by "

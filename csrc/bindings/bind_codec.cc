@@ -131,6 +131,19 @@ Counts reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& dt
 }  // namespace
 
 void bind_codec(py::module_& module) {
+  module.def(
+      "wire_dtypes",
+      [] {
+        Counts sizes;
+        for (uint8_t number = 0; number < kNumDtypes; ++number) {
+          const auto dtype = static_cast<Dtype>(number);
+          sizes[dtype_name(dtype)] = dtype_bytes(dtype);
+        }
+        return sizes;
+      },
+      "The bytes of a value of each dtype that travels, in the order of their numbers in frames.");
+  module.attr("REQUEST_FRAME") = static_cast<int>(wire::FrameKind::kRequest);
+  module.attr("REPLY_FRAME") = static_cast<int>(wire::FrameKind::kReply);
   module.def("wire_limits", &wire_limits,
              "Every constant of wire/limits.h and transport/channel.h by its name in snake_case.");
   module.def("layout_fingerprint", &wire::layout_fingerprint,

@@ -347,6 +347,7 @@ void bind_channels(py::module_& module) {
 }  // namespace
 
 void bind_transport(py::module_& module) {
+  module.attr("MAX_HANDOVER_BYTES") = transport::kMaxHandoverBytes;  // of one end of a path
   bind_terms(module);
   bind_channels(module);
   bind_tap(module);

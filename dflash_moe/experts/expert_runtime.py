@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CLOSED = "this ExpertRuntime is closed; start another"
-# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/engine.h).
-MAX_PATIENCE = 20
 
 
 class ExpertRuntime:
@@ -134,7 +132,7 @@ class ExpertRuntime:
     @property
     def call_limit_s(self) -> float:
         """The seconds after which every call has ended, in one way or another."""
-        return MAX_PATIENCE * self.settings.call_timeout_s + 1.0
+        return _core.MAX_PATIENCE * self.settings.call_timeout_s + 1.0
 
     @property
     def has_remote_experts(self) -> bool:
