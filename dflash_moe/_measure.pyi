@@ -90,10 +90,8 @@ class BellMemory:
         driver's words.
         """
 
-    def ring(self, device: BellDevice, *, kind: str, first: int, rounds: int, budget_s: float) -> tuple[int, list[int]]:
-        """`kind` is kernel, stream or call. Returns the number of rounds that were answered, and
-        when the calls of the host were made. UnsupportedError, WorkerTimeout.
-        """
+    def ring(self, device: BellDevice, *, first: int, rounds: int, budget_s: float) -> int:
+        """Returns the number of rounds that were answered. UnsupportedError, WorkerTimeout."""
 
     def unmap(self, device: BellDevice) -> None: ...
 

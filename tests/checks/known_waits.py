@@ -98,9 +98,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/measure/bell_echo.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
     },
-    "csrc/measure/bells/sim_bells.cc": {
-        "spin sched_yield": "bounded: one turn of the simulated queue; DeviceRuntime::wait, which runs it, has a deadline",
-    },
     "csrc/measure/floor.cc": {
         "::recv": "bounded: set_timeouts gave the socket SO_RCVTIMEO before the pipe was made",
         "::send": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",

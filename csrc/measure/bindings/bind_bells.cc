@@ -45,13 +45,6 @@ SharedDevice open_device(const std::string& backend, uint32_t device) {
 
 int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
 
-uint32_t parse_kind(const std::string& kind) {
-  if (kind == "kernel") return DFLASH_BELL_KERNEL;
-  if (kind == "stream") return DFLASH_BELL_STREAM;
-  if (kind == "call") return DFLASH_BELL_CALL;
-  raise(Error{ErrorCode::kInvalidArgument, "bell '" + kind + "' is none of kernel, stream, call"});
-}
-
 class BellMemory {
  public:
   // Makes both sides' segments in one process. A child made by fork has them too and can be the
@@ -114,26 +107,20 @@ class BellMemory {
     return answer_bells({ring_, answer_, first, rounds, nanoseconds(timeout_s)});
   }
 
-  // Returns the number of rounds that were answered, and when the host was called.
-  std::pair<uint32_t, std::vector<int64_t>> ring(BellDevice& device, const std::string& kind,
-                                                 uint32_t first, uint32_t rounds, double budget_s) {
+  // Returns the number of rounds that were answered.
+  uint32_t ring(BellDevice& device, uint32_t first, uint32_t rounds, double budget_s) {
     auto bells = plugin::new_record<dflash_bell_rounds>();
-    std::vector<int64_t> calls(rounds);
-    bells.kind = parse_kind(kind);
     bells.ring = device_ring_;
     bells.answer = device_answer_;
-    bells.release = answer_;
     bells.first = first;
     bells.num_rounds = rounds;
     bells.budget_ns = nanoseconds(budget_s);
-    bells.calls_ns = calls.data();
     Status rung = [&] {
       py::gil_scoped_release unlocked;
       return device.ring(bells);
     }();
     unwrap(std::move(rung));
-    calls.resize(bells.kind == DFLASH_BELL_CALL ? bells.num_done : 0);
-    return {bells.num_done, std::move(calls)};
+    return bells.num_done;
   }
 
  private:
@@ -180,10 +167,9 @@ void bind_bells(py::module_& module) {
            py::arg("timeout_s"),
            "Returns when each round was seen, in nanoseconds of the monotonic clock. There are "
            "fewer than `rounds` where the time was over.")
-      .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("kind"),
-           py::arg("first"), py::arg("rounds"), py::arg("budget_s"),
-           "`kind` is kernel, stream or call. Returns the number of rounds that were answered, and "
-           "when the calls of the host were made. UnsupportedError, WorkerTimeout.");
+      .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("first"),
+           py::arg("rounds"), py::arg("budget_s"),
+           "Returns the number of rounds that were answered. UnsupportedError, WorkerTimeout.");
 }
 
 }  // namespace dflash::measure
