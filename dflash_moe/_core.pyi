@@ -836,6 +836,320 @@ class DlpackView:
     def strides(self) -> tuple[int, ...]:
         """They count elements."""
 
+class OpenHandover:
+    """Library to supervisor, first: proves with the inherited token that it was meant."""
+
+    def __init__(self, *, version: int, token: bytes, layout: int) -> None: ...
+    @property
+    def layout(self) -> int: ...
+    @property
+    def token(self) -> bytes: ...
+    @property
+    def version(self) -> int: ...
+
+class RefuseHandover:
+    """Supervisor to library: why nothing is handed over. The supervisor closes afterwards."""
+
+    def __init__(self, *, text: str) -> None: ...
+    @property
+    def text(self) -> str: ...
+
+class PlanHead:
+    """Supervisor to library: what concerns all calls, and how many messages of each kind follow."""
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        num_layers: int,
+        num_shards: int,
+        num_tensors: int,
+        architecture: str,
+        fingerprint: str,
+        spin_ns: int,
+        call_timeout_ns: int,
+        stall_timeout_ns: int,
+    ) -> None: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def call_timeout_ns(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_shards(self) -> int: ...
+    @property
+    def num_tensors(self) -> int: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def spin_ns(self) -> int: ...
+    @property
+    def stall_timeout_ns(self) -> int: ...
+
+class PlannedWorker:
+    """Supervisor to library: a worker, numbered in the order of these messages."""
+
+    def __init__(
+        self, *, name: str, slice_tokens: int, window: int, is_measured: bool, request_dtype: str, reply_dtype: str
+    ) -> None: ...
+    @property
+    def is_measured(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def reply_dtype(self) -> str: ...
+    @property
+    def request_dtype(self) -> str: ...
+    @property
+    def slice_tokens(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+
+class PlannedLayer:
+    """Supervisor to library: a layer and its experts' formula (csrc/compute/experts/ffn_spec.h)."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        name: str,
+        in_size: int,
+        intermediate_size: int,
+        out_size: int,
+        num_experts: int,
+        top_k: int,
+        cost_class: int,
+        activation: int,
+        gate: int,
+        alpha: float,
+        up_offset: float,
+        gate_max: float,
+        up_limit: float,
+        has_gate_up_bias: bool,
+        has_down_bias: bool,
+    ) -> None: ...
+    @property
+    def activation(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def cost_class(self) -> int: ...
+    @property
+    def gate(self) -> int: ...
+    @property
+    def gate_max(self) -> float: ...
+    @property
+    def has_down_bias(self) -> bool: ...
+    @property
+    def has_gate_up_bias(self) -> bool: ...
+    @property
+    def in_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def out_size(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def up_limit(self) -> float: ...
+    @property
+    def up_offset(self) -> float: ...
+
+class PlannedShard:
+    """Supervisor to library: the experts of a layer that one worker holds."""
+
+    def __init__(
+        self, *, layer: int, shard: int, worker: int, weights_fingerprint: int, expert_ranges: Sequence[int]
+    ) -> None: ...
+    @property
+    def expert_ranges(self) -> tuple[int, ...]: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def shard(self) -> int: ...
+    @property
+    def weights_fingerprint(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
+
+class PlannedTensor:
+    """Supervisor to library: a tensor of the checkpoint that the workers stand in for."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        name: str,
+        ggml_type: int,
+        extents: Sequence[int],
+        num_bytes: int,
+        file_offset: int,
+        has_sample: bool,
+        sample: int,
+    ) -> None: ...
+    @property
+    def extents(self) -> tuple[int, ...]: ...
+    @property
+    def file_offset(self) -> int: ...
+    @property
+    def ggml_type(self) -> int: ...
+    @property
+    def has_sample(self) -> bool: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def sample(self) -> int: ...
+
+class PathTermsMessage:
+    """Supervisor to library: make the host's end of a data path. The supervisor sends it for every
+    worker at the start, in answer to PathWorn, and when a lost worker has come back.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: int,
+        generation: int,
+        transport: str,
+        num_slots: int,
+        request_bytes: int,
+        reply_bytes: int,
+        socket_buffer_bytes: int,
+        user_timeout_ms: int,
+    ) -> None: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def reply_bytes(self) -> int: ...
+    @property
+    def request_bytes(self) -> int: ...
+    @property
+    def socket_buffer_bytes(self) -> int: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def user_timeout_ms(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
+
+class PathOffered:
+    """Library to supervisor: what the worker needs to make its end, with descriptors."""
+
+    def __init__(self, *, worker: int, generation: int, payload: bytes, num_descriptors: int) -> None: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def num_descriptors(self) -> int: ...
+    @property
+    def payload(self) -> bytes: ...
+    @property
+    def worker(self) -> int: ...
+
+class PathAnswered:
+    """Supervisor to library: what completes the host's end. The worker's descriptors come first,
+    then a dialled connection of the path where the transport has one, then the pulse.
+    """
+
+    def __init__(self, *, worker: int, generation: int, payload: bytes, num_descriptors: int, has_pulse: bool) -> None: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def has_pulse(self) -> bool: ...
+    @property
+    def num_descriptors(self) -> int: ...
+    @property
+    def payload(self) -> bytes: ...
+    @property
+    def worker(self) -> int: ...
+
+class HandoverReady:
+    """Supervisor to library: the plan is complete and every worker has its path."""
+
+    def __init__(self) -> None: ...
+
+class PathWorn:
+    """Library to supervisor: a path must be renewed; nothing is under way on it."""
+
+    def __init__(self, *, worker: int, reason: str) -> None: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def worker(self) -> int: ...
+
+class WorkerGone:
+    """Either direction: a worker is lost. The supervisor has seen its process or connection end;
+    the library has judged it by its pulse or by a call's deadline.
+    """
+
+    def __init__(self, *, worker: int, reason: str) -> None: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def worker(self) -> int: ...
+
+class TensorSeen:
+    """Library to supervisor: the program loads a tensor. Without a reason the workers stand in for
+    it; with one the program keeps it.
+    """
+
+    def __init__(self, *, name: str, reason: str) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+class Counted:
+    """Library to supervisor: counters since the start, sent at most twice a second while they
+    change, and at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        calls: int,
+        failed_calls: int,
+        messages: int,
+        rows: int,
+        request_bytes: int,
+        reply_bytes: int,
+        floor_bytes: int,
+        call_ns: int,
+        compute_ns: int,
+    ) -> None: ...
+    @property
+    def call_ns(self) -> int: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def compute_ns(self) -> int: ...
+    @property
+    def failed_calls(self) -> int: ...
+    @property
+    def floor_bytes(self) -> int: ...
+    @property
+    def messages(self) -> int: ...
+    @property
+    def reply_bytes(self) -> int: ...
+    @property
+    def request_bytes(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+
 class FfnOracle:
     """Experts that are loaded like a worker's and computed in this process by one kernel set
     ("reference" ... "avx512").
@@ -1098,16 +1412,65 @@ def cpu_features() -> list[str]: ...
 def decode_frame_header(data: bytes) -> dict[str, int]:
     """ProtocolError is for bytes that are no header."""
 
+def decode_handover(
+    data: bytes,
+) -> (
+    OpenHandover
+    | RefuseHandover
+    | PlanHead
+    | PlannedWorker
+    | PlannedLayer
+    | PlannedShard
+    | PlannedTensor
+    | PathTermsMessage
+    | PathOffered
+    | PathAnswered
+    | HandoverReady
+    | PathWorn
+    | WorkerGone
+    | TensorSeen
+    | Counted
+):
+    """Any bytes give a message whose every field is within its limits, or ProtocolError naming
+    message and field.
+    """
+
 def dequantize(weight_format: str, data: Buffer, outputs: int, inputs: int, scales: Buffer = b"") -> npt.NDArray[np.float32]:
     """Returns a NumPy array of float32 [outputs, inputs]. Both buffers are contiguous."""
 
 def encode_frame_header(fields: dict[str, int]) -> bytes:
     """The fields have the names of wire/frame.h, payload_checksum included."""
 
+def encode_handover(
+    message: OpenHandover
+    | RefuseHandover
+    | PlanHead
+    | PlannedWorker
+    | PlannedLayer
+    | PlannedShard
+    | PlannedTensor
+    | PathTermsMessage
+    | PathOffered
+    | PathAnswered
+    | HandoverReady
+    | PathWorn
+    | WorkerGone
+    | TensorSeen
+    | Counted,
+) -> bytes:
+    """Texts beyond their limit are cut at a character. ProtocolError names another field outside
+    its limits.
+    """
+
 def error_codes() -> dict[str, tuple[int, type[BaseException]]]:
     """The number and the Python class of every ErrorCode by its name in snake_case."""
 
 def floor_bytes(num_rows: int, num_pairs: int, in_width: int, request_dtype: str, out_width: int, reply_dtype: str) -> int: ...
+def handover_tables() -> list[tuple[str, list[tuple[int, str, str]]]]:
+    """For documents: (name, fields) of every message in the order of the types, 1 and up; a field
+    is (key, name, what it may hold).
+    """
+
 def layer_norm(
     pool: HostPool,
     rows_address: int,
@@ -1316,6 +1679,10 @@ def wire_limits() -> dict[str, int]:
     """Every constant of wire/limits.h and transport/channel.h by its name in snake_case."""
 
 DEFAULT_ARENA_BYTES: int
+
+HANDOVER_TOKEN_BYTES: int
+
+HANDOVER_VERSION: int
 
 MAX_HANDOVER_BYTES: int
 

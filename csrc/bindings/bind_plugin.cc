@@ -88,7 +88,7 @@ BackendDevice open_device(const std::string& backend, uint32_t device, const std
   return BackendDevice{std::shared_ptr<plugin::PluginBackend>(unwrap(std::move(opened)))};
 }
 
-std::vector<std::string> numerics_classes(const BackendDevice& self) {
+std::vector<std::string> classes_of(const BackendDevice& self) {
   std::vector<std::string> names;
   for (const compute::NumericsFacts& facts : compute::numerics_table()) {
     if (self.backend->computes(facts.numerics)) names.emplace_back(facts.name);
@@ -133,7 +133,7 @@ void bind_plugin(py::module_& module) {
           "For example \"cuda:0 (NVIDIA H200)\".")
       .def_property_readonly("arch",
                              [](const BackendDevice& self) { return self.backend->listing().arch; })
-      .def("numerics_classes", &numerics_classes)
+      .def("numerics_classes", &classes_of)
       .def(
           "free_bytes",
           [](const BackendDevice& self) { return unwrap(self.backend->free_bytes()); },

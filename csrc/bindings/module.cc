@@ -40,6 +40,7 @@ PYBIND11_MODULE(_core, module) {
   bind_call(module);
   bind_device_step(module);
   bind_dlpack(module);
+  bind_handover(module);
   bind_oracle(module);
   bind_formats(module);
   bind_linear(module);

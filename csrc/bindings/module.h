@@ -21,6 +21,7 @@ void bind_client(pybind11::module_& module);
 void bind_call(pybind11::module_& module);
 void bind_slot_plan(pybind11::module_& module);
 void bind_dlpack(pybind11::module_& module);
+void bind_handover(pybind11::module_& module);
 void bind_oracle(pybind11::module_& module);
 void bind_formats(pybind11::module_& module);
 void bind_linear(pybind11::module_& module);
