@@ -11,8 +11,8 @@
 
 #include "base/convert.h"
 #include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/host_pool_box.h"
 #include "bindings/module.h"
 #include "bindings/typed.h"
 #include "compute/cpu/kv_layer.h"

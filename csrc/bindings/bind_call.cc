@@ -1,13 +1,12 @@
 // Calls: the tensors of one, and a submitted one as Python holds it. `Client.run` is the hot path
 // of every MoE layer: it crosses from Python once and releases the GIL while it waits.
 // SPDX-License-Identifier: Apache-2.0
-#include "bindings/bind_call.h"
 
 #include <string>
 
 #include "bindings/arguments.h"
+#include "bindings/client_box.h"
 #include "bindings/module.h"
-#include "bindings/token_batch_box.h"
 
 namespace py = pybind11;
 

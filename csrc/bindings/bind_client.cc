@@ -12,11 +12,9 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/bind_call.h"
 #include "bindings/client_box.h"
 #include "bindings/client_reports.h"
 #include "bindings/module.h"
-#include "bindings/step_report.h"
 #include "bindings/typed.h"
 #include "client/engine.h"
 

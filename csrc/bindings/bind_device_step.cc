@@ -15,11 +15,9 @@
 
 #include "base/checksum.h"
 #include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/client_box.h"
-#include "bindings/host_device_box.h"
 #include "bindings/module.h"
-#include "bindings/step_report.h"
-#include "bindings/token_batch_box.h"
 #include "client/step_watch.h"
 #include "plugin/abi_records.h"
 #include "transport/ring/ring_bell.h"

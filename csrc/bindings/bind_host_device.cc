@@ -8,10 +8,10 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/host_device_box.h"
 #include "bindings/module.h"
-#include "bindings/plugin_directory.h"
 #include "plugin/loader.h"
 #include "transport/shared/segment.h"
 

@@ -7,10 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/host_pool_box.h"
 #include "bindings/module.h"
-#include "bindings/own_process.h"
 
 namespace py = pybind11;
 

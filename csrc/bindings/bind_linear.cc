@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/host_pool_box.h"
+#include "bindings/boxes.h"
 #include "bindings/module.h"
 #include "bindings/typed.h"
 #include "bindings/weight_sources.h"

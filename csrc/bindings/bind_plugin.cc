@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/errors.h"
 #include "bindings/module.h"
-#include "bindings/plugin_directory.h"
 #include "bindings/typed.h"
 #include "plugin/loader.h"
 

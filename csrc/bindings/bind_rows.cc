@@ -7,7 +7,7 @@
 #include <string>
 
 #include "bindings/arguments.h"
-#include "bindings/host_pool_box.h"
+#include "bindings/boxes.h"
 #include "bindings/module.h"
 #include "compute/cpu/row_operators.h"
 

@@ -12,9 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/boxes.h"
 #include "bindings/module.h"
-#include "bindings/own_process.h"
-#include "bindings/secure_box.h"
 #include "transport/secure/libssl.h"
 #include "transport/secure/relay.h"
 

@@ -12,8 +12,8 @@
 
 #include "base/checksum.h"
 #include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/module.h"
-#include "bindings/secure_box.h"
 #include "bindings/typed.h"
 #include "transport/faulty/faulty.h"
 #include "transport/kinds.h"

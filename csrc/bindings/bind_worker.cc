@@ -12,17 +12,15 @@
 
 #include "bindings/arguments.h"
 #include "bindings/backend_device.h"
-#include "bindings/host_pool_box.h"
+#include "bindings/boxes.h"
 #include "bindings/module.h"
-#include "bindings/own_process.h"
-#include "bindings/secure_box.h"
 #include "bindings/typed.h"
 #include "bindings/weight_sources.h"
 #include "compute/cpu/cpu_backend.h"
 #include "store/mapped_file.h"
 #include "store/scrubber.h"
 #include "store/shard_store.h"
-#include "transport/loopback/served.h"
+#include "transport/loopback/loopback.h"
 #include "worker/expert_worker.h"
 
 namespace py = pybind11;

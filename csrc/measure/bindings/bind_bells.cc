@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/errors.h"
-#include "bindings/plugin_directory.h"
 #include "measure/bell_device.h"
 #include "measure/bell_echo.h"
 #include "measure/bindings/module.h"
