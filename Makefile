@@ -36,7 +36,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo parts test check asan tsan fuzz neon test-long verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo parts test check asan tsan fuzz neon test-long verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check stubs gpu-check system-build system-test system-fuzz
 
 build: parts ## everything, editable, in .venv: environment, C++ core, what measures and simulates, tools
 	@echo "ready: $(BIN)/dflash-moe"
@@ -60,7 +60,7 @@ $(STAMPS)/created: | system-build
 # What builds the core.
 $(STAMPS)/tools: $(STAMPS)/created
 	@echo "==> installing what the C++ core is built with"
-	@.ci/install $(BIN)/python $(STAMPS)/tools.log --upgrade 'setuptools>=77' 'pybind11>=2.12' 'cmake>=3.22' 'ninja>=1.10'
+	@.ci/install $(BIN)/python $(STAMPS)/tools.log --upgrade 'setuptools>=77' 'pybind11>=2.13' 'cmake>=3.22' 'ninja>=1.10'
 	@touch $@
 
 # A folder that was removed is configured again.
@@ -177,6 +177,9 @@ campaign: parts ## the long proofs: worker processes killed, all that can break,
 	@$(BIN)/dflash-moe simulate --hours 10 --json build/campaign/simulation.json
 	@echo "==> ten thousand requests through one engine"
 	@$(BIN)/python -m bench.campaigns.engine_requests --json build/campaign/engine_requests.json
+
+stubs: parts ## dflash_moe/*.pyi anew, from the built modules
+	@$(BIN)/python -m tests.checks.stubs
 
 check: parts ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
 	@failed=; \

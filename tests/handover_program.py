@@ -25,8 +25,8 @@ from dflash_moe.errors import DflashError, WorkerError
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     HANDOVER_CODEC,
+    HANDOVER_TOKEN_BYTES,
     HANDOVER_VERSION,
-    TOKEN_BYTES,
     Counted,
     OpenHandover,
     PathAnswered,
@@ -61,7 +61,7 @@ def token_fd() -> int:
 def token() -> bytes:
     descriptor = token_fd()
     with os.fdopen(descriptor, "rb") as pipe:
-        return pipe.read(TOKEN_BYTES)
+        return pipe.read(HANDOVER_TOKEN_BYTES)
 
 
 def dial() -> Connection:
@@ -237,7 +237,7 @@ def second() -> Any:
 
 
 def wrong_token() -> Any:
-    return refused(lambda: Library(bytes(TOKEN_BYTES)))
+    return refused(lambda: Library(bytes(HANDOVER_TOKEN_BYTES)))
 
 
 def grandchild() -> Any:

@@ -28,15 +28,9 @@ from dflash_moe.errors import DflashError
 # grows with its pages.
 SLOT_BYTES = 4 << 20
 SEALED, OPEN, PINNED = "sealed segments", "segments without the write seal", "pinned memory"
-# These are the ways to ring, those of device steps first. None but the first can give up by itself.
-KINDS = {"kernel": "a kernel stores and polls", "stream": "the stream stores and waits", "call": "the stream calls the host"}
-THREAD, PROCESS, DRIVER = "thread", "process", "driver's thread"
-# Each ping-pong has a kind, a memory, and someone who answers.
-PAIRS = (
-    ("kernel", SEALED, THREAD), ("kernel", SEALED, PROCESS), ("kernel", OPEN, THREAD), ("kernel", OPEN, PROCESS),
-    ("kernel", PINNED, THREAD), ("stream", SEALED, THREAD), ("stream", SEALED, PROCESS), ("stream", PINNED, THREAD),
-    ("call", PINNED, DRIVER),
-)  # fmt: skip
+THREAD, PROCESS = "thread", "process"
+# Each ping-pong has a memory, and someone who answers.
+PAIRS = ((SEALED, THREAD), (SEALED, PROCESS), (OPEN, THREAD), (OPEN, PROCESS), (PINNED, THREAD))
 # On a card the median wait of a kernel should stay below this.
 MARK_US = 5.0
 
@@ -70,10 +64,8 @@ class Words:
     next_number: int = 1
 
     def take_numbers(self, rounds: int) -> int:
-        """Returns the first number of a ping-pong. One number is left out, by which the waits of a
-        stream are ended.
-        """
-        first, self.next_number = self.next_number, self.next_number + rounds + 1
+        """Returns the first number of a ping-pong."""
+        first, self.next_number = self.next_number, self.next_number + rounds
         return first
 
     @contextmanager
@@ -100,10 +92,10 @@ def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) ->
         # nor its mappings.
         processes = {
             pair: stack.enter_context(
-                EchoProcess.forked(words[pair[1]].memory, rounds=params.rounds, timeout_s=params.budget_s)
+                EchoProcess.forked(words[pair[0]].memory, rounds=params.rounds, timeout_s=params.budget_s)
             )
             for pair in PAIRS
-            if pair[2] == PROCESS
+            if pair[1] == PROCESS
         }
         device = _measure.BellDevice(backend=params.backend, device=params.device)
         result.params["device_name"] = device.name
@@ -112,8 +104,8 @@ def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) ->
             result.rows.append(_registration(one, device))
             recorder.save()
         for number, pair in enumerate(PAIRS):
-            recorder.reporter.advance(number, len(PAIRS), f"{KINDS[pair[0]]}, {pair[1]}, {pair[2]}")
-            result.rows.append(_ping_pong(pair, words[pair[1]], processes.get(pair), device, params))
+            recorder.reporter.advance(number, len(PAIRS), f"{pair[0]}, {pair[1]}")
+            result.rows.append(_ping_pong(pair, words[pair[0]], processes.get(pair), device, params))
             recorder.save()
         recorder.reporter.advance(len(PAIRS), len(PAIRS), "done")
     return result
@@ -131,14 +123,14 @@ def _registration(words: Words, device: _measure.BellDevice) -> dict[str, Any]:
 
 
 def _ping_pong(
-    pair: tuple[str, str, str], words: Words, process: EchoProcess | None, device: _measure.BellDevice, params: DoorbellParams
+    pair: tuple[str, str], words: Words, process: EchoProcess | None, device: _measure.BellDevice, params: DoorbellParams
 ) -> dict[str, Any]:
-    kind, memory, echo = pair
-    row: dict[str, Any] = {"name": f"{KINDS[kind]}, {echo}, {memory}", "kind": kind, "memory": memory, "echo": echo}
-    row |= {"rounds": params.rounds, "mark_us": MARK_US if kind == "kernel" and params.backend != "sim" else None}
+    memory, echo = pair
+    row: dict[str, Any] = {"name": f"{echo}, {memory}", "memory": memory, "echo": echo}
+    row |= {"rounds": params.rounds, "mark_us": MARK_US if params.backend != "sim" else None}
     try:
         with words.mapped(device):
-            num_done, seen = _rounds(kind, words, process, device, params)
+            num_done, seen = _rounds(words, process, device, params)
     except DflashError as error:
         return row | {"passed": False, "error": str(error)}
     row |= {"passed": num_done == params.rounds, "answered": num_done, "seen": len(seen)}
@@ -152,21 +144,19 @@ def _ping_pong(
 
 
 def _rounds(
-    kind: str, words: Words, process: EchoProcess | None, device: _measure.BellDevice, params: DoorbellParams
+    words: Words, process: EchoProcess | None, device: _measure.BellDevice, params: DoorbellParams
 ) -> tuple[int, list[int]]:
     """Returns the number of rounds that the card saw answered, and when the processor saw each of
     them, in nanoseconds.
     """
     first = words.take_numbers(params.rounds)
-    echo: EchoThread | EchoProcess | None = process
-    if kind != "call":
-        echo = process or EchoThread(words.memory, rounds=params.rounds, timeout_s=params.budget_s)
-        echo.begin(first)
+    echo = process or EchoThread(words.memory, rounds=params.rounds, timeout_s=params.budget_s)
+    echo.begin(first)
     try:
-        num_done, calls = words.memory.ring(device, kind=kind, first=first, rounds=params.rounds, budget_s=params.budget_s)
+        num_done = words.memory.ring(device, first=first, rounds=params.rounds, budget_s=params.budget_s)
     finally:
-        seen = echo.seen() if echo is not None else []
-    return num_done, seen if echo is not None else calls
+        seen = echo.seen()
+    return num_done, seen
 
 
 def _failure(num_done: int, num_seen: int, params: DoorbellParams) -> str:

@@ -11,9 +11,10 @@
 
 #include "base/convert.h"
 #include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/host_pool_box.h"
 #include "bindings/module.h"
+#include "bindings/typed.h"
 #include "compute/cpu/kv_layer.h"
 #include "compute/cpu/paged_attention.h"
 
@@ -64,7 +65,8 @@ py::array_t<float> block_array(const KvShape& shape, const BlockOf& block_of, ui
   return found;
 }
 
-py::tuple read(const KvLayer& self, uint32_t block) {
+py::typing::Tuple<py::array_t<float>, py::array_t<float>> read(const KvLayer& self,
+                                                               uint32_t block) {
   const KvShape& shape = self.shape();
   if (block >= shape.num_blocks)
     raise(
@@ -80,7 +82,8 @@ py::tuple read(const KvLayer& self, uint32_t block) {
 
 using BlockTable = py::array_t<int32_t, py::array::c_style>;
 
-AttentionPlan make_plan(const py::sequence& sequences) {
+AttentionPlan make_plan(
+    const SequenceOf<py::typing::Tuple<BlockTableArgument, py::int_, py::int_>>& sequences) {
   std::vector<BlockTable> tables;  // keeps what the rows point to
   std::vector<compute::SequenceRows> rows;
   for (const py::handle item : sequences) {
@@ -129,7 +132,11 @@ void run_attention(const HostPoolBox& pool, const KvLayer& layer, const Attentio
 }
 
 void bind_kv_layer(py::module_& module) {
-  py::class_<KvLayer>(module, "KvLayer")
+  py::class_<KvLayer>(
+      module, "KvLayer",
+      "The keys and values of one layer in blocks of 16 tokens, in \"f32\", \"f16\" or \"bf16\". "
+      "Memory becomes resident as blocks are written. Nobody may read a block while it is written. "
+      "ConfigError for sizes, blocks and slots that cannot be.")
       .def(py::init([](uint32_t num_blocks, uint32_t num_kv_heads, uint32_t key_size,
                        uint32_t value_size, const std::string& dtype) {
              return unwrap(KvLayer::create(
@@ -137,14 +144,19 @@ void bind_kv_layer(py::module_& module) {
            }),
            py::arg("num_blocks"), py::arg("num_kv_heads"), py::arg("key_size"),
            py::arg("value_size"), py::arg("dtype"))
-      .def("append", &append, py::arg("slots_address"), py::arg("num_rows"), py::arg("k_address"),
-           py::arg("k_stride_bytes"), py::arg("k_dtype"), py::arg("v_address"),
-           py::arg("v_stride_bytes"), py::arg("v_dtype"))
+      .def(
+          "append", &append, py::arg("slots_address"), py::arg("num_rows"), py::arg("k_address"),
+          py::arg("k_stride_bytes"), py::arg("k_dtype"), py::arg("v_address"),
+          py::arg("v_stride_bytes"), py::arg("v_dtype"),
+          "Stores rows [num_rows, num_kv_heads * size] at int64 slots block * 16 + offset, rounded "
+          "once to the layer's dtype; WorkerError where that makes a finite value infinite.")
       .def(
           "copy_block",
           [](KvLayer& self, uint32_t from, uint32_t to) { unwrap(self.copy_block(from, to)); },
           py::arg("from_block"), py::arg("to_block"))
-      .def("read", &read, py::arg("block"))
+      .def("read", &read, py::arg("block"),
+           "For tests: returns keys [num_kv_heads, 16, key_size], values [num_kv_heads, 16, "
+           "value_size].")
       .def_property_readonly("num_bytes", &KvLayer::num_bytes)
       .def_property_readonly("num_blocks",
                              [](const KvLayer& self) { return self.shape().num_blocks; });
@@ -154,15 +166,22 @@ void bind_kv_layer(py::module_& module) {
 
 void bind_attention(py::module_& module) {
   bind_kv_layer(module);
-  py::class_<AttentionPlan>(module, "AttentionPlan")
-      .def(py::init(&make_plan), py::arg("sequences"))
+  py::class_<AttentionPlan>(
+      module, "AttentionPlan",
+      "The rows of one step: for each sequence its block table, the position of its first row and "
+      "the number of its rows, which are packed one sequence after another. It does not change.")
+      .def(py::init(&make_plan), py::arg("sequences"),
+           "ConfigError names the sequence that cannot be.")
       .def_property_readonly("num_rows", &AttentionPlan::num_rows)
       .def_property_readonly("positions", &positions);
-  module.def("paged_attention", &run_attention, py::arg("pool"), py::arg("kv_layer"),
-             py::arg("plan"), py::arg("q_address"), py::arg("q_stride_bytes"), py::arg("q_dtype"),
-             py::arg("num_heads"), py::arg("out_address"), py::arg("out_stride_bytes"),
-             py::arg("out_dtype"), py::arg("scale"), py::arg("window") = 0,
-             py::arg("softcap") = 0.0f, py::arg("sinks_address") = 0);
+  module.def(
+      "paged_attention", &run_attention, py::arg("pool"), py::arg("kv_layer"), py::arg("plan"),
+      py::arg("q_address"), py::arg("q_stride_bytes"), py::arg("q_dtype"), py::arg("num_heads"),
+      py::arg("out_address"), py::arg("out_stride_bytes"), py::arg("out_dtype"), py::arg("scale"),
+      py::arg("window") = 0, py::arg("softcap") = 0.0f, py::arg("sinks_address") = 0,
+      "Writes the attention of q [num_rows, num_heads * key_size] to out [num_rows, num_heads * "
+      "value_size]. Keys and values of the rows themselves are in `kv_layer` already. A query sees "
+      "its last `window` keys, or all where that is 0; sinks are float32 [num_heads].");
 }
 
 }  // namespace dflash::bindings

@@ -1,13 +1,12 @@
 // Calls: the tensors of one, and a submitted one as Python holds it. `Client.run` is the hot path
 // of every MoE layer: it crosses from Python once and releases the GIL while it waits.
 // SPDX-License-Identifier: Apache-2.0
-#include "bindings/bind_call.h"
 
 #include <string>
 
 #include "bindings/arguments.h"
+#include "bindings/client_box.h"
 #include "bindings/module.h"
-#include "bindings/token_batch_box.h"
 
 namespace py = pybind11;
 
@@ -166,8 +165,11 @@ void run_call(const ClientBox& box, uint32_t layer, const TokenBatchBox& batch) 
   unwrap(client->outcome(call));
 }
 
-void bind_call(py::module_& module) {
-  py::class_<TokenBatchBox>(module, "TokenBatch")
+void bind_token_batch(py::module_& module) {
+  py::class_<TokenBatchBox>(
+      module, "TokenBatch",
+      "The tensors of one call, made once. It keeps `owners` alive while the core may touch them. "
+      "`hidden_states`, `topk_ids`, `topk_weights` and `output` are addresses.")
       .def(py::init(&make_batch), py::arg("hidden_states"), py::arg("row_stride_bytes"),
            py::arg("dtype"), py::arg("num_tokens"), py::arg("top_k"), py::arg("topk_ids"),
            py::arg("ids_are_64bit"), py::arg("topk_weights"), py::arg("weights_dtype"),
@@ -183,12 +185,17 @@ void bind_call(py::module_& module) {
       .def_property_readonly("weights_dtype", dtype_of(&TokenBatch::weights_dtype))
       .def_property_readonly("output", address_of(&TokenBatch::output))
       .def_readonly("owners", &TokenBatchBox::owners);
-  py::class_<PyCall>(module, "Call")
+}
+
+void bind_call(py::module_& module) {
+  py::class_<PyCall>(module, "Call", "A submitted call. Any number of threads may call.")
       .def(py::init<std::shared_ptr<ClientBox>, uint32_t, const TokenBatchBox&>(),
-           py::arg("client"), py::arg("layer"), py::arg("batch"))
+           py::arg("client"), py::arg("layer"), py::arg("batch"),
+           "It submits the call. ConfigError and WorkerLost are raised at once.")
       .def("is_done", &PyCall::is_done)
-      .def("wait", &PyCall::wait, py::arg("timeout_s"))
-      .def("result", &PyCall::result)
+      .def("wait", &PyCall::wait, py::arg("timeout_s"),
+           "Says whether the call is done, after at most `timeout_s`.")
+      .def("result", &PyCall::result, "Raises the error with which the call ended, if it did.")
       .def("abandon", &PyCall::abandon);
 }
 

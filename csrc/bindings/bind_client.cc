@@ -6,16 +6,17 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/bind_call.h"
 #include "bindings/client_box.h"
 #include "bindings/client_reports.h"
 #include "bindings/module.h"
-#include "bindings/step_report.h"
+#include "bindings/typed.h"
+#include "client/engine.h"
 
 namespace py = pybind11;
 
@@ -78,8 +79,8 @@ client::StepLease begin_step(const ClientBox& box, uint32_t num_calls, double ti
   return begun;
 }
 
-void end_step(const ClientBox& box, const StepReport* report) {
-  const client::StepResult result = report == nullptr ? client::StepResult() : report->result;
+void end_step(const ClientBox& box, const std::optional<StepReport>& report) {
+  const client::StepResult result = report ? report->result : client::StepResult();
   without_gil(box, [&](ExpertClient& client) {
     client.end_step(result);
     client.resume();
@@ -151,15 +152,23 @@ void bind_setting_up(ClientClass& client) {
       .def(py::init(&make_client), py::kw_only(), py::arg("spin_ns"), py::arg("call_timeout_s"),
            py::arg("stall_timeout_s"), py::arg("max_calls") = client::kMaxCalls,
            py::arg("suspect_s") = 0.3, py::arg("park_s") = 2.0, py::arg("reconnect_grace_s") = 0.05,
-           py::arg("hedge_share") = 0.05)
-      .def("close", &ClientBox::close)
+           py::arg("hedge_share") = 0.05,
+           "suspect_s: What a worker owes that shows no progress for so long is asked of another "
+           "holder too.\npark_s: A slice without a usable holder waits so long for one that is on "
+           "its way back, and so long of that before a last resort gets it.\nhedge_share: Second "
+           "requests for slices that are merely slow, per slice that arrives; 0 sends none.")
+      .def("close", &ClientBox::close,
+           "Every later use is a ConfigError. Threads that are inside end by themselves.")
       .def("add_worker", &add_worker, py::kw_only(), py::arg("name"), py::arg("channel"),
            py::arg("generation"), py::arg("pulse_fd"), py::arg("slice_tokens"), py::arg("window"),
            py::arg("request_dtype"), py::arg("reply_dtype"), py::arg("is_measured") = false,
-           py::arg("is_last_resort") = false)
+           py::arg("is_last_resort") = false,
+           "is_last_resort: It is asked only where no other holder can be.")
       .def("define_layer", &define_layer, py::kw_only(), py::arg("layer"), py::arg("name"),
            py::arg("in_size"), py::arg("out_size"), py::arg("num_experts"), py::arg("shards"),
-           py::arg("cost_class") = 0)
+           py::arg("cost_class") = 0,
+           "shards: Each shard is (shard id, worker, weights fingerprint, ascending expert "
+           "ids).\ncost_class: Layers of equal class share a cost curve.")
       .def(
           "set_policy",
           [](const ClientBox& box, uint32_t worker, uint32_t slice_tokens, uint32_t window,
@@ -169,7 +178,8 @@ void bind_setting_up(ClientClass& client) {
             }));
           },
           py::arg("worker"), py::arg("slice_tokens"), py::arg("window"),
-          py::arg("is_measured") = false)
+          py::arg("is_measured") = false,
+          "Where `is_measured`, both numbers are upper bounds and the worker's model chooses.")
       .def(
           "set_dtypes",
           [](const ClientBox& box, uint32_t worker, const std::string& request_dtype,
@@ -206,7 +216,9 @@ void bind_holders(ClientClass& client) {
             unwrap(without_gil(
                 box, [&](ExpertClient& one) { return one.set_holders(layer, shard, workers); }));
           },
-          py::arg("layer"), py::arg("shard"), py::arg("workers"))
+          py::arg("layer"), py::arg("shard"), py::arg("workers"),
+          "The workers that hold a shard, preferred first; whoever calls this knows that they "
+          "compute the same bits. ConfigError names layer and shard.")
       .def(
           "set_draining",
           [](const ClientBox& box, uint32_t worker, bool is_draining) {
@@ -215,21 +227,25 @@ void bind_holders(ClientClass& client) {
             unwrap(without_gil(
                 box, [&](ExpertClient& one) { return one.set_admission(worker, admission); }));
           },
-          py::arg("worker"), py::arg("is_draining"))
+          py::arg("worker"), py::arg("is_draining"),
+          "A worker that drains gets no new slices where another holder can have them.")
       .def(
           "set_remedy",
           [](const ClientBox& box, uint32_t worker, bool has_remedy) {
             unwrap(without_gil(
                 box, [&](ExpertClient& one) { return one.set_remedy(worker, has_remedy); }));
           },
-          py::arg("worker"), py::arg("has_remedy"))
+          py::arg("worker"), py::arg("has_remedy"),
+          "Whether somebody brings the worker back if it is lost, so that calls wait for that.")
       .def(
           "set_stand_in",
           [](const ClientBox& box, uint32_t worker, bool may_come) {
             unwrap(without_gil(
                 box, [&](ExpertClient& one) { return one.set_stand_in(worker, may_come); }));
           },
-          py::arg("worker"), py::arg("may_come"))
+          py::arg("worker"), py::arg("may_come"),
+          "Whether another holder will be named once the worker is suspected, for which a call "
+          "waits beyond its deadline.")
       .def(
           "revive",
           [](const ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation,
@@ -240,43 +256,59 @@ void bind_holders(ClientClass& client) {
               return one.replace_worker(worker, std::move(path), std::move(pulse));
             }));
           },
-          py::arg("worker"), py::arg("channel"), py::arg("generation"), py::arg("pulse_fd"))
-      .def("event_fd", [](const ClientBox& box) { return box.get()->event_fd(); })
-      .def("take_events", [](const ClientBox& box) {
-        py::list all;
-        for (const client::ClientEvent& event :
-             without_gil(box, [](ExpertClient& one) { return one.take_events(); })) {
-          py::dict fields;
-          fields["worker"] = event.worker;
-          fields["kind"] = event_name(event.kind);
-          fields["reason"] = event.reason;
-          all.append(fields);
-        }
-        return all;
-      });
+          py::arg("worker"), py::arg("channel"), py::arg("generation"), py::arg("pulse_fd"),
+          "Takes a lost worker back, which another process may serve now. It takes the pulse "
+          "descriptor in every case. ConfigError where the worker is not lost or the generation is "
+          "the former one.")
+      .def(
+          "event_fd", [](const ClientBox& box) { return box.get()->event_fd(); },
+          "The descriptor is readable while events wait. It stays the client's own.")
+      .def(
+          "take_events",
+          [](const ClientBox& box) {
+            py::typing::List<Fields> all;
+            for (const client::ClientEvent& event :
+                 without_gil(box, [](ExpertClient& one) { return one.take_events(); })) {
+              Fields fields;
+              fields["worker"] = event.worker;
+              fields["kind"] = event_name(event.kind);
+              fields["reason"] = event.reason;
+              all.append(fields);
+            }
+            return all;
+          },
+          "Each is worker, kind (suspect, well, lost, idle) and reason, in the order of what "
+          "happened.");
 }
 
 void bind_between_calls(ClientClass& client) {
   client
       .def(
           "hold", [](const ClientBox& box, double timeout_s) { hold_quiet(*box.get(), timeout_s); },
-          py::arg("timeout_s"))
+          py::arg("timeout_s"),
+          "Parks new calls and returns once none is under way; they go on at resume(). "
+          "WorkerTimeout.")
       .def("resume",
            [](const ClientBox& box) { without_gil(box, [](ExpertClient& one) { one.resume(); }); })
-      .def("worn_fd", [](const ClientBox& box) { return box.get()->worn_fd(); })
+      .def(
+          "worn_fd", [](const ClientBox& box) { return box.get()->worn_fd(); },
+          "The descriptor is readable while a data path waits to be renewed, and after "
+          "wake_renewer(). It stays the client's own.")
       .def("wake_renewer",
            [](const ClientBox& box) {
              without_gil(box, [](ExpertClient& one) { one.wake_renewer(); });
            })
-      .def("retire_worn_paths",
-           [](const ClientBox& box) {
-             py::list all;
-             for (const client::WornPath& path :
-                  without_gil(box, [](ExpertClient& one) { return one.retire_worn_paths(); })) {
-               all.append(py::make_tuple(path.worker, path.reason));
-             }
-             return all;
-           })
+      .def(
+          "retire_worn_paths",
+          [](const ClientBox& box) {
+            py::typing::List<py::typing::Tuple<py::int_, py::str>> all;
+            for (const client::WornPath& path :
+                 without_gil(box, [](ExpertClient& one) { return one.retire_worn_paths(); })) {
+              all.append(py::make_tuple(path.worker, path.reason));
+            }
+            return all;
+          },
+          "Returns (worker, reason) for each path; the caller renews them.")
       .def(
           "pulse_age_s",
           [](const ClientBox& box, uint32_t worker) {
@@ -284,14 +316,17 @@ void bind_between_calls(ClientClass& client) {
                 without_gil(box, [&](ExpertClient& one) { return one.pulse_age_ns(worker); }));
             return static_cast<double>(age_ns) / 1e9;
           },
-          py::arg("worker"))
+          py::arg("worker"),
+          "Reads the pulses of a worker, and returns how long ago the last one was read.")
       .def(
           "retire_path",
           [](const ClientBox& box, uint32_t worker, const std::string& reason) {
             unwrap(without_gil(box,
                                [&](ExpertClient& one) { return one.retire_path(worker, reason); }));
           },
-          py::arg("worker"), py::arg("reason"))
+          py::arg("worker"), py::arg("reason"),
+          "This and `renew_path` raise WorkerLost, and ConfigError where something is in flight on "
+          "the path.")
       .def(
           "renew_path",
           [](const ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation) {
@@ -300,32 +335,43 @@ void bind_between_calls(ClientClass& client) {
                 box, [&](ExpertClient& one) { return one.renew_path(worker, std::move(path)); }));
           },
           py::arg("worker"), py::arg("channel"), py::arg("generation"))
-      .def("begin_step", &begin_step, py::arg("num_calls"), py::arg("timeout_s"))
-      .def("end_step", &end_step, py::arg("report").none(true));
+      .def("begin_step", &begin_step, py::arg("num_calls"), py::arg("timeout_s"),
+           "Holds the client and hands over the data paths of one holder for each shard. "
+           "WorkerTimeout, WorkerLost; UnsupportedError names a worker that is not reached in "
+           "shared memory, or has too few slots.")
+      .def("end_step", &end_step, py::arg("report"),
+           "Resumes calls. Without a report it is not known how far the step came, and none of its "
+           "paths is used again.");
 }
 
 void bind_reports(ClientClass& client) {
   client
-      .def("counters",
-           [](const ClientBox& box) {
-             return counters_dict(
-                 without_gil(box, [](ExpertClient& one) { return one.counters(); }));
-           })
+      .def(
+          "counters",
+          [](const ClientBox& box) {
+            return counters_dict(
+                without_gil(box, [](ExpertClient& one) { return one.counters(); }));
+          },
+          "The counters by (worker, layer).")
       .def("workers",
            [](const ClientBox& box) {
              return worker_dicts(without_gil(box, [](ExpertClient& one) { return one.workers(); }));
            })
-      .def("forecasts",
-           [](const ClientBox& box) {
-             return forecast_dicts(
-                 without_gil(box, [](ExpertClient& one) { return one.forecasts(); }));
-           })
+      .def(
+          "forecasts",
+          [](const ClientBox& box) {
+            return forecast_dicts(
+                without_gil(box, [](ExpertClient& one) { return one.forecasts(); }));
+          },
+          "For each worker its cost curves, and the chunks that were chosen, predicted and "
+          "measured.")
       .def(
           "set_spinning",
           [](const ClientBox& box, bool is_allowed) {
             without_gil(box, [is_allowed](ExpertClient& one) { one.set_spinning(is_allowed); });
           },
-          py::arg("is_allowed"))
+          py::arg("is_allowed"),
+          "Whether waits may spin, where the client was made with time to spin.")
       .def(
           "set_profile",
           [](const ClientBox& box, bool on) {
@@ -352,7 +398,13 @@ Deadline deadline_of(double seconds) {
 }
 
 void bind_client(py::module_& module) {
-  py::class_<client::StepLease>(module, "StepLease")
+  // After so many times call_timeout_s every call has ended.
+  module.attr("MAX_PATIENCE") = client::kMaxPatience;
+  py::class_<client::StepLease>(
+      module, "StepLease",
+      "The data paths of a client that it has handed over to a device step: those of `workers`, by "
+      "index. `holders` names for each layer who answers for its shards, as places in `workers`; "
+      "leases with the same `holders_id` have equal `holders`.")
       .def_readonly("holders_id", &client::StepLease::holders_id)
       .def_property_readonly("workers",
                              [](const client::StepLease& lease) {
@@ -365,9 +417,23 @@ void bind_client(py::module_& module) {
         for (const auto& one : lease.holders) holders[one.layer] = one.paths;
         return holders;
       });
-  ClientClass client(module, "Client");
+  py::class_<StepReport>(
+      module, "StepReport",
+      "How a device step went. `code` is one of `error_codes()`, or 0 without failure. `layer` and "
+      "`worker` say where it failed, `detail` is the token or the device's reason, and `text` "
+      "holds the words of a worker that refused.")
+      .def_readonly("code", &StepReport::code)
+      .def_readonly("layer", &StepReport::layer)
+      .def_readonly("detail", &StepReport::detail)
+      .def_readonly("worker", &StepReport::worker)
+      .def_readonly("text", &StepReport::text);
+  ClientClass client(module, "Client",
+                     "The host's side of the exchange with all workers. Any thread may call; which "
+                     "worker is meant is said by the number that `add_worker` returned.");
   bind_setting_up(client);
-  client.def("run", &run_call, py::arg("layer"), py::arg("batch"));
+  client.def(
+      "run", &run_call, py::arg("layer"), py::arg("batch"),
+      "Submits a call, waits for it and raises its error: the hot path crosses into C++ once.");
   bind_holders(client);
   bind_between_calls(client);
   bind_reports(client);

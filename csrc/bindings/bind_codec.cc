@@ -9,6 +9,7 @@
 #include "base/checksum.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
+#include "bindings/typed.h"
 #include "wire/frame.h"
 #include "wire/limits.h"
 #include "wire/payload.h"
@@ -18,11 +19,11 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-std::span<const std::byte> as_bytes(const std::string& text) {
-  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+std::span<const std::byte> as_bytes(const py::bytes& data) {
+  return std::as_bytes(std::span(static_cast<std::string_view>(data)));
 }
 
-py::bytes encode_header(const py::dict& fields) {
+py::bytes encode_header(const Counts& fields) {
   wire::FrameHeader header;
   for (const auto& [key, value] : fields) {
     const std::string name = py::cast<std::string>(key);
@@ -63,14 +64,15 @@ py::bytes encode_header(const py::dict& fields) {
   return py::bytes(reinterpret_cast<const char*>(out), sizeof out);
 }
 
-py::dict decode_header(const std::string& data) {
-  if (data.size() != wire::kFrameHeaderBytes) {
+Counts decode_header(const py::bytes& data) {
+  const auto bytes = as_bytes(data);
+  if (bytes.size() != wire::kFrameHeaderBytes) {
     raise(Error{ErrorCode::kProtocol,
-                "a frame header has 64 bytes, found " + std::to_string(data.size())});
+                "a frame header has 64 bytes, found " + std::to_string(bytes.size())});
   }
   const wire::FrameHeader header =
-      unwrap(wire::decode_frame_header(as_bytes(data).first<wire::kFrameHeaderBytes>()));
-  py::dict fields;
+      unwrap(wire::decode_frame_header(bytes.first<wire::kFrameHeaderBytes>()));
+  Counts fields;
   fields["kind"] = static_cast<int>(header.kind);
   fields["request_dtype"] = static_cast<int>(header.request_dtype);
   fields["reply_dtype"] = static_cast<int>(header.reply_dtype);
@@ -88,8 +90,8 @@ py::dict decode_header(const std::string& data) {
   return fields;
 }
 
-py::dict wire_limits() {
-  py::dict limits;
+Counts wire_limits() {
+  Counts limits;
   limits["max_rows"] = wire::kMaxRows;
   limits["max_pairs_per_row"] = wire::kMaxPairsPerRow;
   limits["max_pairs"] = wire::kMaxPairs;
@@ -105,11 +107,11 @@ py::dict wire_limits() {
   return limits;
 }
 
-py::dict request_layout(uint32_t num_rows, uint32_t num_pairs, uint32_t row_width,
-                        const std::string& dtype) {
+Counts request_layout(uint32_t num_rows, uint32_t num_pairs, uint32_t row_width,
+                      const std::string& dtype) {
   const auto layout =
       unwrap(wire::RequestLayout::of(num_rows, num_pairs, row_width, parse_dtype(dtype)));
-  py::dict offsets;
+  Counts offsets;
   offsets["weights_offset"] = layout.weights_offset;
   offsets["row_counts_offset"] = layout.row_counts_offset;
   offsets["local_ids_offset"] = layout.local_ids_offset;
@@ -118,9 +120,9 @@ py::dict request_layout(uint32_t num_rows, uint32_t num_pairs, uint32_t row_widt
   return offsets;
 }
 
-py::dict reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& dtype) {
+Counts reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& dtype) {
   const auto layout = unwrap(wire::ReplyLayout::of(num_rows, row_width, parse_dtype(dtype)));
-  py::dict offsets;
+  Counts offsets;
   offsets["rows_offset"] = layout.rows_offset;
   offsets["payload_bytes"] = layout.payload_bytes;
   return offsets;
@@ -129,13 +131,29 @@ py::dict reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& 
 }  // namespace
 
 void bind_codec(py::module_& module) {
-  module.def("wire_limits", &wire_limits);
-  module.def("layout_fingerprint", &wire::layout_fingerprint);
   module.def(
-      "checksum", [](const std::string& data) { return checksum(as_bytes(data)); },
-      py::arg("data"));
-  module.def("encode_frame_header", &encode_header, py::arg("fields"));
-  module.def("decode_frame_header", &decode_header, py::arg("data"));
+      "wire_dtypes",
+      [] {
+        Counts sizes;
+        for (uint8_t number = 0; number < kNumDtypes; ++number) {
+          const auto dtype = static_cast<Dtype>(number);
+          sizes[dtype_name(dtype)] = dtype_bytes(dtype);
+        }
+        return sizes;
+      },
+      "The bytes of a value of each dtype that travels, in the order of their numbers in frames.");
+  module.attr("REQUEST_FRAME") = static_cast<int>(wire::FrameKind::kRequest);
+  module.attr("REPLY_FRAME") = static_cast<int>(wire::FrameKind::kReply);
+  module.def("wire_limits", &wire_limits,
+             "Every constant of wire/limits.h and transport/channel.h by its name in snake_case.");
+  module.def("layout_fingerprint", &wire::layout_fingerprint,
+             "A number that differs between builds which lay data frames out differently.");
+  module.def(
+      "checksum", [](const py::bytes& data) { return checksum(as_bytes(data)); }, py::arg("data"));
+  module.def("encode_frame_header", &encode_header, py::arg("fields"),
+             "The fields have the names of wire/frame.h, payload_checksum included.");
+  module.def("decode_frame_header", &decode_header, py::arg("data"),
+             "ProtocolError is for bytes that are no header.");
   module.def("request_layout", &request_layout, py::arg("num_rows"), py::arg("num_pairs"),
              py::arg("row_width"), py::arg("dtype"));
   module.def("reply_layout", &reply_layout, py::arg("num_rows"), py::arg("row_width"),

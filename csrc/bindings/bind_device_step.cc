@@ -15,11 +15,9 @@
 
 #include "base/checksum.h"
 #include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/client_box.h"
-#include "bindings/host_device_box.h"
 #include "bindings/module.h"
-#include "bindings/step_report.h"
-#include "bindings/token_batch_box.h"
 #include "client/step_watch.h"
 #include "plugin/abi_records.h"
 #include "transport/ring/ring_bell.h"
@@ -232,27 +230,31 @@ void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_siz
 }  // namespace
 
 void bind_device_step(py::module_& module) {
-  py::class_<StepReport>(module, "StepReport")
-      .def_readonly("code", &StepReport::code)
-      .def_readonly("layer", &StepReport::layer)
-      .def_readonly("detail", &StepReport::detail)
-      .def_readonly("worker", &StepReport::worker)
-      .def_readonly("text", &StepReport::text);
-  py::class_<DeviceStep>(module, "DeviceStep")
+  py::class_<DeviceStep>(module, "DeviceStep",
+                         "Exchanges on the host's device, without the host's processor in between. "
+                         "One thread uses it, but any may call `abort`.")
       .def(py::init<const HostDeviceBox&, const ClientBox&, const client::StepLease&, double,
                     const std::string&, double, std::optional<uint64_t>, int64_t>(),
            py::arg("device"), py::arg("client"), py::arg("lease"), py::kw_only(),
            py::arg("timeout_s"), py::arg("late"), py::arg("budget_s"),
-           py::arg("stream") = std::nullopt, py::arg("nap_ns") = 0)
-      .def_static("define_layer", &define_step_layer, py::arg("device"), py::kw_only(),
-                  py::arg("layer"), py::arg("in_size"), py::arg("out_size"), py::arg("num_experts"),
-                  py::arg("shards"))
-      .def("add", &DeviceStep::add, py::arg("layer"), py::arg("batch"))
+           py::arg("stream") = std::nullopt, py::arg("nap_ns") = 0,
+           "The step is given up as soon as one of its workers is lost, or `timeout_s` have "
+           "passed, which `late` says then. The kernels give up by themselves after `budget_s`. "
+           "UnsupportedError is for a device that cannot use the memory of the data paths, "
+           "DflashError for a lack of threads.")
+      .def_static(
+          "define_layer", &define_step_layer, py::arg("device"), py::kw_only(), py::arg("layer"),
+          py::arg("in_size"), py::arg("out_size"), py::arg("num_experts"), py::arg("shards"),
+          "It may be called again.\n\nshards: Those that Client.define_layer takes, in ascending "
+          "order of their ids, each with a place in StepLease.workers instead of its worker.")
+      .def("add", &DeviceStep::add, py::arg("layer"), py::arg("batch"),
+           "Queues a call on the stream. The addresses of the batch are the device's.")
       .def("wait", &DeviceStep::wait, py::arg("timeout_s"))
       .def("abort", &DeviceStep::abort)
-      .def("check", &DeviceStep::check)
+      .def("check", &DeviceStep::check,
+           "Raises WorkerLost or WorkerTimeout where the step was given up.")
       .def("give_up", &DeviceStep::give_up)
-      .def("end", &DeviceStep::end);
+      .def("end", &DeviceStep::end, "May be called again and returns the same then.");
 }
 
 }  // namespace dflash::bindings

@@ -63,6 +63,8 @@ const char* type_name(DlDataType type) {
 
 class DlpackView {
  public:
+  using Sizes = py::typing::Tuple<py::int_, py::ellipsis>;
+
   // Takes over the capsule's tensor: it renames the capsule to "used_...", as the protocol asks,
   // and frees the tensor when this view dies. `device` is the DLPack type and number on which the
   // tensor must be.
@@ -96,8 +98,8 @@ class DlpackView {
   }
 
   uintptr_t address() const { return address_; }
-  py::tuple shape() const { return shape_; }
-  py::tuple strides() const { return strides_; }
+  Sizes shape() const { return shape_; }
+  Sizes strides() const { return strides_; }
   std::string dtype() const { return dtype_; }
 
  private:
@@ -126,7 +128,7 @@ class DlpackView {
     dtype_ = name;
     address_ = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
     const size_t ndim = tensor.ndim > 0 ? static_cast<size_t>(tensor.ndim) : 0;
-    py::tuple shape(ndim), strides(ndim);
+    Sizes shape(ndim), strides(ndim);
     int64_t dense = 1;
     for (size_t i = ndim; i-- > 0;) {
       shape[i] = tensor.shape[i];
@@ -142,20 +144,24 @@ class DlpackView {
   bool owned_ = false;
   const std::pair<int32_t, int32_t> device_;
   uintptr_t address_ = 0;
-  py::tuple shape_, strides_;
+  Sizes shape_, strides_;
   std::string dtype_;
 };
 
 }  // namespace
 
 void bind_dlpack(py::module_& module) {
-  py::class_<DlpackView>(module, "DlpackView")
+  py::class_<DlpackView>(
+      module, "DlpackView",
+      "A tensor borrowed from any object with `__dlpack__`, for as long as the view lives. It "
+      "raises UnsupportedError for another device and ConfigError for a bad dtype.")
       .def(py::init<const py::object&, std::pair<int32_t, int32_t>>(), py::arg("capsule"),
-           py::arg("device") = std::pair<int32_t, int32_t>(kCpuDevice, 0))
+           py::arg("device") = std::pair<int32_t, int32_t>(kCpuDevice, 0),
+           "`device` is DLPack's type and number of the device where the tensor must be.")
       .def_property_readonly("address", &DlpackView::address)
       .def_property_readonly("shape", &DlpackView::shape)
-      .def_property_readonly("strides", &DlpackView::strides)
-      .def_property_readonly("dtype", &DlpackView::dtype);
+      .def_property_readonly("strides", &DlpackView::strides, "They count elements.")
+      .def_property_readonly("dtype", &DlpackView::dtype, "It is f32, f16, bf16, i32 or i64.");
 }
 
 }  // namespace dflash::bindings

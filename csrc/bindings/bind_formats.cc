@@ -8,6 +8,7 @@
 #include "base/float_mode.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
+#include "bindings/typed.h"
 #include "cards/record_layout.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/panels/panel_layout.h"
@@ -21,12 +22,12 @@ namespace {
 
 using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
-py::dict weight_formats() {
-  py::dict formats;
+py::typing::Dict<py::str, Counts> weight_formats() {
+  py::typing::Dict<py::str, Counts> formats;
   for (uint8_t value = 0; value < compute::kNumWeightFormats; ++value) {
     const compute::FormatFacts& facts =
         compute::format_facts(static_cast<compute::WeightFormat>(value));
-    py::dict fields;
+    Counts fields;
     fields["block"] = facts.block;
     fields["block_bytes"] = facts.block_bytes;
     fields["scale_outputs"] = facts.scale_outputs;
@@ -84,7 +85,7 @@ py::array_t<float> requantize(const std::string& format_name, const FloatArray& 
   return held;
 }
 
-uint64_t packed_bytes(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype,
+uint64_t packed_bytes(const Fields& spec, uint32_t num_experts, const std::string& weight_dtype,
                       const std::string& isa) {
   return compute::CpuBackend::predicted_bytes(
       unwrap(compute::parse_isa(isa)), parse_ffn_spec(spec), num_experts,
@@ -147,12 +148,17 @@ ByteMatrix byte_matrix(const std::string& format_name, const py::buffer& data, u
 }
 
 void bind_formats(py::module_& module) {
-  module.def("weight_formats", &weight_formats);
+  module.def("weight_formats", &weight_formats,
+             "FormatFacts of csrc/compute/formats/weight_format.h by the name of the format, and "
+             "the size of a record.");
   module.def("dequantize", &dequantize, py::arg("weight_format"), py::arg("data"),
-             py::arg("outputs"), py::arg("inputs"), py::arg("scales") = py::bytes());
+             py::arg("outputs"), py::arg("inputs"), py::arg("scales") = py::bytes(),
+             "Returns a NumPy array of float32 [outputs, inputs]. Both buffers are contiguous.");
   module.def("packed_bytes", &packed_bytes, py::kw_only(), py::arg("spec"), py::arg("num_experts"),
-             py::arg("weight_dtype"), py::arg("isa"));
-  module.def("requantize", &requantize, py::arg("weight_format"), py::arg("values"));
+             py::arg("weight_dtype"), py::arg("isa"),
+             "The bytes that a CPU worker holds for these experts, biases aside.");
+  module.def("requantize", &requantize, py::arg("weight_format"), py::arg("values"),
+             "The values with which a worker that holds int8_g32 or int4_g32 computes.");
 }
 
 }  // namespace dflash::bindings

@@ -8,10 +8,10 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/host_device_box.h"
 #include "bindings/module.h"
-#include "bindings/plugin_directory.h"
 #include "plugin/loader.h"
 #include "transport/shared/segment.h"
 
@@ -71,21 +71,33 @@ std::string refuses_replies(const HostDeviceBox& self, bool is_open) {
 
 void bind_host_device(py::module_& module) {
   using Block = plugin::HostDevice::Block;
-  py::class_<Block>(module, "StagingBlock")
+  py::class_<Block>(module, "StagingBlock",
+                    "Memory of the host that a device copies from and to fastest. It goes back to "
+                    "the pool of the device when the object dies.")
       .def_property_readonly("address", [](const Block& block) {
         return reinterpret_cast<uintptr_t>(block.memory());
       });
-  py::class_<HostDeviceBox>(module, "HostDevice")
-      .def(py::init(&open_host_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0)
-      .def_property_readonly("name", [](const HostDeviceBox& self) { return self.device->name(); })
-      .def_property_readonly("dlpack_device",
-                             [](const HostDeviceBox& self) {
-                               return py::make_tuple(self.device->dlpack_type(),
-                                                     self.device->dlpack_id());
-                             })
-      .def_property_readonly("stream",
-                             [](const HostDeviceBox& self) { return self.device->stream(); })
-      .def("refuses_replies", &refuses_replies, py::kw_only(), py::arg("is_open"))
+  py::class_<HostDeviceBox>(module, "HostDevice",
+                            "The device that a host's own tensors live on. Any thread may call.")
+      .def(py::init(&open_host_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0,
+           "ConfigError is for a device that does not exist; UnsupportedError says why it cannot "
+           "be used.")
+      .def_property_readonly(
+          "name", [](const HostDeviceBox& self) { return self.device->name(); },
+          "For example \"cuda 0 (NVIDIA H200)\".")
+      .def_property_readonly(
+          "dlpack_device",
+          [](const HostDeviceBox& self) {
+            return py::make_tuple(self.device->dlpack_type(), self.device->dlpack_id());
+          },
+          "DLPack's device type and number of its tensors. A simulated card has those of the "
+          "processor, (1, 0).")
+      .def_property_readonly(
+          "stream", [](const HostDeviceBox& self) { return self.device->stream(); },
+          "The stream of its queue for `__dlpack__(stream=...)`; 0 means that it has none.")
+      .def("refuses_replies", &refuses_replies, py::kw_only(), py::arg("is_open"),
+           "Says why it cannot use the memory of replies, and is empty where it can. It must not "
+           "be called in a step.")
       .def(
           "staging",
           [](const HostDeviceBox& self, uint64_t num_bytes) {
@@ -97,7 +109,9 @@ void bind_host_device(py::module_& module) {
             return unwrap(std::move(block));
           },
           py::arg("num_bytes"))
-      .def("copy_in", &copy<&plugin::HostDevice::copy_in>, py::arg("pieces"))
+      .def("copy_in", &copy<&plugin::HostDevice::copy_in>, py::arg("pieces"),
+           "This and `copy_out` take pieces of (device's address, host's address, bytes), and "
+           "return when all is copied.")
       .def("copy_out", &copy<&plugin::HostDevice::copy_out>, py::arg("pieces"));
 }
 

@@ -7,10 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/host_pool_box.h"
 #include "bindings/module.h"
-#include "bindings/own_process.h"
 
 namespace py = pybind11;
 
@@ -27,7 +26,11 @@ HostPoolBox make_pool(uint32_t num_threads, const std::vector<int>& cpus, int64_
 }  // namespace
 
 void bind_host_pool(py::module_& module) {
-  py::class_<HostPoolBox, std::shared_ptr<HostPoolBox>>(module, "HostPool")
+  py::class_<HostPoolBox, std::shared_ptr<HostPoolBox>>(
+      module, "HostPool",
+      "The compute threads that a host's operators share; the caller is one of them. Any thread "
+      "may call an operator, and jobs run one at a time, first come, first served. ConfigError for "
+      "threads, a CPU or a kernel set that cannot be had.")
       .def(py::init([](uint32_t threads, const std::vector<int>& cpus, int64_t spin_ns,
                        const std::string& isa) {
              return std::make_shared<HostPoolBox>(make_pool(threads, cpus, spin_ns, isa));

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/host_pool_box.h"
+#include "bindings/boxes.h"
 #include "bindings/module.h"
+#include "bindings/typed.h"
 #include "bindings/weight_sources.h"
 #include "compute/cpu/packed_linear.h"
 
@@ -39,7 +40,10 @@ compute::LinearPart parse_part(const py::tuple& fields) {
   return part;
 }
 
-std::unique_ptr<LinearBox> make_linear(const HostPoolBox& pool, const py::sequence& sources,
+using PartFields = py::typing::Tuple<py::object, py::ellipsis>;
+
+std::unique_ptr<LinearBox> make_linear(const HostPoolBox& pool,
+                                       const SequenceOf<PartFields>& sources,
                                        const std::string& numerics) {
   const compute::NumericsClass wanted = unwrap(compute::parse_numerics(numerics));
   std::vector<compute::LinearPart> parts;
@@ -80,8 +84,9 @@ void run(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
 }
 
 // Each of `outs` is (address, stride in bytes, dtype) of the layer at its place.
-void run_together(const py::sequence& linears, uintptr_t rows_address, size_t row_stride_bytes,
-                  const std::string& row_dtype, uint32_t num_rows, const py::sequence& outs) {
+void run_together(const SequenceOf<LinearBox>& linears, uintptr_t rows_address,
+                  size_t row_stride_bytes, const std::string& row_dtype, uint32_t num_rows,
+                  const SequenceOf<std::tuple<uintptr_t, size_t, std::string>>& outs) {
   if (linears.size() == 0 || linears.size() != outs.size()) {
     raise(Error{ErrorCode::kInvalidArgument,
                 "there must be an output for each of one or more linear layers"});
@@ -137,34 +142,63 @@ std::vector<std::string> names(const LinearBox& self, const Name& name) {
 }  // namespace
 
 void bind_linear(py::module_& module) {
-  py::class_<LinearBox>(module, "PackedLinear")
+  py::class_<LinearBox>(
+      module, "PackedLinear",
+      "Matrices with equal inputs, packed for the kernels of the pool, and their products with "
+      "rows. A row's bits depend on nothing but the row and the weights. Any thread may use it.")
       .def(py::init(&make_linear), py::arg("pool"), py::arg("parts"), py::kw_only(),
-           py::arg("numerics"))
+           py::arg("numerics"),
+           "A part is (matrix, bias or None, input_column); a fourth field names the format that "
+           "is kept, where that is not the stored one (int8_g32, int4_g32). The matrix is what "
+           "ResidentShard.load_expert takes, or one in memory: (address, format, outputs, inputs, "
+           "output_stride, input_stride), followed, where scales lie apart, by (address, row "
+           "stride in bytes) of these. Strides of float formats are in elements; other formats "
+           "have output_stride in bytes and input_stride 0. A bias in memory is (address, dtype, "
+           "count, stride), with the stride in elements. Memory and files are not used afterwards. "
+           "ConfigError, UnsupportedError and CheckpointError name the part.")
       .def("run", &run, py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
            py::arg("num_rows"), py::arg("out_address"), py::arg("out_stride_bytes"),
            py::arg("out_dtype"), py::arg("residual_address") = 0,
-           py::arg("residual_stride_bytes") = 0, py::arg("residual_dtype") = "f32")
+           py::arg("residual_stride_bytes") = 0, py::arg("residual_dtype") = "f32",
+           "Multiplies rows [num_rows, row_width] and writes [num_rows, outputs], rounded once. "
+           "The residual [num_rows, outputs] is added before that; it may be the output's memory. "
+           "WorkerError names the first row and column of a value that only out_dtype cannot hold.")
       .def("gather", &gather, py::arg("ids_address"), py::arg("num_ids"), py::arg("out_address"),
-           py::arg("out_stride_bytes"), py::arg("out_dtype"))
-      .def_property_readonly("inputs", [](const LinearBox& self) { return self.linear.inputs(); })
-      .def_property_readonly("outputs", [](const LinearBox& self) { return self.linear.outputs(); })
-      .def_property_readonly("row_width",
-                             [](const LinearBox& self) { return self.linear.row_width(); })
+           py::arg("out_stride_bytes"), py::arg("out_dtype"),
+           "Writes the weights of outputs `ids` (int64) as rows [num_ids, inputs], widened exactly "
+           "and rounded once. ConfigError for an id that is not there.")
+      .def_property_readonly(
+          "inputs", [](const LinearBox& self) { return self.linear.inputs(); },
+          "Elements of a row that each part reads.")
+      .def_property_readonly(
+          "outputs", [](const LinearBox& self) { return self.linear.outputs(); },
+          "Of all parts together, side by side in their order.")
+      .def_property_readonly(
+          "row_width", [](const LinearBox& self) { return self.linear.row_width(); },
+          "Elements of a row that are read, from its first on.")
       .def_property_readonly("resident_bytes",
                              [](const LinearBox& self) { return self.linear.resident_bytes(); })
-      .def_property_readonly("formats",
-                             [](const LinearBox& self) {
-                               return names(self, [&](size_t part) {
-                                 return compute::format_name(self.linear.format(part));
-                               });
-                             })
-      .def_property_readonly("numerics", [](const LinearBox& self) {
-        return names(
-            self, [&](size_t part) { return compute::numerics_name(self.linear.numerics(part)); });
-      });
-  module.def("run_together", &run_together, py::arg("linears"), py::arg("rows_address"),
-             py::arg("row_stride_bytes"), py::arg("row_dtype"), py::arg("num_rows"),
-             py::arg("outs"));
+      .def_property_readonly(
+          "formats",
+          [](const LinearBox& self) {
+            return names(
+                self, [&](size_t part) { return compute::format_name(self.linear.format(part)); });
+          },
+          "Of each part: the format that is kept.")
+      .def_property_readonly(
+          "numerics",
+          [](const LinearBox& self) {
+            return names(self, [&](size_t part) {
+              return compute::numerics_name(self.linear.numerics(part));
+            });
+          },
+          "Of each part: the numerics class, which is the default one where the wanted one does "
+          "not take the format.");
+  module.def(
+      "run_together", &run_together, py::arg("linears"), py::arg("rows_address"),
+      py::arg("row_stride_bytes"), py::arg("row_dtype"), py::arg("num_rows"), py::arg("outs"),
+      "Does what `run` of each layer does for the same rows, in one job of their one pool; an "
+      "output is (address, stride in bytes, dtype). ConfigError for layers of several pools.");
 }
 
 }  // namespace dflash::bindings

@@ -96,33 +96,50 @@ std::vector<compute::NumericsFacts> numerics_table() {
 
 void bind_numerics(py::module_& module) {
   using Facts = compute::NumericsFacts;
-  module.def("supported_isas", &supported_isas);
+  module.def("supported_isas", &supported_isas,
+             "The kernel sets that this processor can run, the best one last, for example "
+             "[\"reference\", \"scalar\", \"avx2\", \"avx512\", \"avx512vnni\", \"avx512bf16\"].");
   module.def("best_isa", [] { return std::string(compute::isa_name(compute::best_isa())); });
   module.def(
       "parse_isa",
       [](const std::string& name) {
         return std::string(compute::isa_name(unwrap(compute::parse_isa(name))));
       },
-      py::arg("name"));
+      py::arg("name"),
+      "Returns the name if it is supported. ConfigError lists the supported ones.");
   module.def("cpu_features", &cpu_features);
-  py::class_<Facts>(module, "NumericsFacts")
+  py::class_<Facts>(module, "NumericsFacts",
+                    "A row of the table of numerics classes (csrc/compute/numerics.h).")
       .def_readonly("name", &Facts::name)
-      .def_readonly("activations", &Facts::activations)
-      .def_property_readonly("inputs", &inputs_word)
-      .def_readonly("group_inputs", &Facts::group_inputs)
-      .def_property_readonly("weights", &weights_word)
-      .def_property_readonly("is_bounded", &Facts::is_bounded)
-      .def_property_readonly("offered_by", &offered_by);
-  module.def("set_canonical_float_mode", &set_canonical_float_mode);
-  module.def("numerics_table", &numerics_table);
-  module.def("numerics_classes", &numerics_classes, py::arg("isa"));
+      .def_readonly("activations", &Facts::activations,
+                    "A topology asks for the class by this word.")
+      .def_property_readonly("inputs", &inputs_word,
+                             "Inputs are rounded to this: none, bf16, int8 or f16.")
+      .def_readonly("group_inputs", &Facts::group_inputs,
+                    "So many inputs of a row share a scale; 0 means that none do.")
+      .def_property_readonly("weights", &weights_word,
+                             "Weights are rounded to this: none, bf16 or f16.")
+      .def_property_readonly(
+          "is_bounded", &Facts::is_bounded,
+          "The bits of a bounded class depend on the architecture of a card, within a bound of the "
+          "reference. All others have the same bits everywhere.")
+      .def_property_readonly(
+          "offered_by", &offered_by,
+          "These offer it, of cpu (processors of this build's kind), cuda and hip.");
+  module.def("set_canonical_float_mode", &set_canonical_float_mode,
+             "Gives the calling thread, which must be one of the package's own, the mode in which "
+             "canonical bits are computed: to nearest, nothing flushed to zero.");
+  module.def("numerics_table", &numerics_table, "All classes, the default first.");
+  module.def("numerics_classes", &numerics_classes, py::arg("isa"),
+             "The names of the classes that this kernel set computes, the default first.");
   module.def(
       "check_numerics",
       [](const std::string& numerics, const std::string& weight_dtype) {
         unwrap(compute::check_numerics(unwrap(compute::parse_numerics(numerics)),
                                        unwrap(compute::parse_resident_formats(weight_dtype))));
       },
-      py::arg("numerics"), py::arg("weight_dtype"));
+      py::arg("numerics"), py::arg("weight_dtype"),
+      "UnsupportedError names the formats that the class takes.");
 }
 
 }  // namespace dflash::bindings

@@ -11,6 +11,7 @@
 #include "base/convert.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
+#include "bindings/typed.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/reference/reference.h"
 
@@ -30,7 +31,7 @@ struct OwnedWeights {
 
 class FfnOracle {
  public:
-  FfnOracle(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype,
+  FfnOracle(const Fields& spec, uint32_t num_experts, const std::string& weight_dtype,
             const std::string& isa, uint32_t num_threads, const std::string& numerics_name)
       : spec_(parse_ffn_spec(spec)),
         formats_(unwrap(compute::parse_resident_formats(weight_dtype))),
@@ -57,9 +58,9 @@ class FfnOracle {
     owned_[expert_id] = std::move(owned);
   }
 
-  py::object forward(const FloatArray& rows, const IndexArray& counts, const IndexArray& ids,
-                     const FloatArray& weights, const std::string& row_dtype,
-                     const std::string& reply_dtype) {
+  py::array forward(const FloatArray& rows, const IndexArray& counts, const IndexArray& ids,
+                    const FloatArray& weights, const std::string& row_dtype,
+                    const std::string& reply_dtype) {
     const Dtype in = parse_dtype(row_dtype), out = parse_dtype(reply_dtype);
     std::vector<std::byte> wire_rows(static_cast<size_t>(rows.size()) * dtype_bytes(in));
     convert(Dtype::kF32, reinterpret_cast<const std::byte*>(rows.data()), in, wire_rows.data(),
@@ -82,8 +83,8 @@ class FfnOracle {
     return reply;
   }
 
-  py::object forward_float64(const FloatArray& rows, const IndexArray& counts,
-                             const IndexArray& ids, const FloatArray& weights) {
+  py::array_t<double> forward_float64(const FloatArray& rows, const IndexArray& counts,
+                                      const IndexArray& ids, const FloatArray& weights) {
     std::vector<compute::ExpertWeights> experts;
     for (const auto& owned : owned_)
       experts.push_back(owned == nullptr ? compute::ExpertWeights{} : owned->views);
@@ -193,18 +194,24 @@ class FfnOracle {
 }  // namespace
 
 void bind_oracle(py::module_& module) {
-  py::class_<FfnOracle>(module, "FfnOracle")
-      .def(py::init<const py::dict&, uint32_t, const std::string&, const std::string&, uint32_t,
+  py::class_<FfnOracle>(module, "FfnOracle",
+                        "Experts that are loaded like a worker's and computed in this process by "
+                        "one kernel set (\"reference\" ... \"avx512\").")
+      .def(py::init<const Fields&, uint32_t, const std::string&, const std::string&, uint32_t,
                     const std::string&>(),
            py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"),
            py::arg("isa"), py::arg("num_threads") = 1,
            py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
       .def("load_expert", &FfnOracle::load_expert, py::arg("expert_id"), py::kw_only(),
            py::arg("gate"), py::arg("up"), py::arg("down"), py::arg("gate_bias") = py::none(),
-           py::arg("up_bias") = py::none(), py::arg("down_bias") = py::none())
+           py::arg("up_bias") = py::none(), py::arg("down_bias") = py::none(),
+           "Matrices are 2-D and biases 1-D arrays of float32, which are rounded to weight_dtype. "
+           "A matrix may also be (format, bytes, outputs, inputs, scales or b\"\").")
       .def("forward", &FfnOracle::forward, py::arg("rows"), py::arg("row_counts"),
            py::arg("local_expert_ids"), py::arg("weights"), py::kw_only(),
-           py::arg("row_dtype") = "f32", py::arg("reply_dtype") = "f32")
+           py::arg("row_dtype") = "f32", py::arg("reply_dtype") = "f32",
+           "Rows and result are NumPy arrays of float32, or of uint16 bit patterns for 16-bit "
+           "dtypes.")
       .def("forward_float64", &FfnOracle::forward_float64, py::arg("rows"), py::arg("row_counts"),
            py::arg("local_expert_ids"), py::arg("weights"));
 }

@@ -7,9 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/errors.h"
 #include "bindings/module.h"
-#include "bindings/plugin_directory.h"
+#include "bindings/typed.h"
 #include "plugin/loader.h"
 
 namespace py = pybind11;
@@ -17,8 +18,8 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-py::dict listing_dict(const plugin::DeviceListing& listing) {
-  py::dict fields;
+Fields listing_dict(const plugin::DeviceListing& listing) {
+  Fields fields;
   fields["name"] = listing.name;
   fields["vendor"] = listing.vendor;
   fields["arch"] = listing.arch;
@@ -29,8 +30,8 @@ py::dict listing_dict(const plugin::DeviceListing& listing) {
 
 // Returns {"built": bool, "reason": str, "devices": [...]}, with the "directory" of the plug-in
 // where no package was refused, and never raises for what is missing.
-py::dict probe_backend(const std::string& name) {
-  py::dict found;
+Fields probe_backend(const std::string& name) {
+  Fields found;
   found["built"] = false;
   found["devices"] = py::list();
   found["reason"] = "";
@@ -87,7 +88,7 @@ BackendDevice open_device(const std::string& backend, uint32_t device, const std
   return BackendDevice{std::shared_ptr<plugin::PluginBackend>(unwrap(std::move(opened)))};
 }
 
-std::vector<std::string> numerics_classes(const BackendDevice& self) {
+std::vector<std::string> classes_of(const BackendDevice& self) {
   std::vector<std::string> names;
   for (const compute::NumericsFacts& facts : compute::numerics_table()) {
     if (self.backend->computes(facts.numerics)) names.emplace_back(facts.name);
@@ -95,14 +96,14 @@ std::vector<std::string> numerics_classes(const BackendDevice& self) {
   return names;
 }
 
-py::dict self_test(const BackendDevice& self, uint32_t test_case) {
+Fields self_test(const BackendDevice& self, uint32_t test_case) {
   Result<plugin::SelfTestResult> tested = Error{ErrorCode::kClosed, ""};
   {
     py::gil_scoped_release unlocked;
     tested = self.backend->self_test(test_case);
   }
   const plugin::SelfTestResult result = unwrap(std::move(tested));
-  py::dict fields;
+  Fields fields;
   fields["num_cases"] = result.num_cases;
   fields["elements"] = result.elements;
   fields["differing"] = result.differing;
@@ -114,23 +115,32 @@ py::dict self_test(const BackendDevice& self, uint32_t test_case) {
 }  // namespace
 
 void bind_plugin(py::module_& module) {
-  module.def("probe_backend", &probe_backend, py::arg("name"));
+  module.def("probe_backend", &probe_backend, py::arg("name"),
+             "The keys are built, reason and devices, a list of {name, vendor, arch, memory_bytes, "
+             "reason}.");
   module.def("plugin_abi", [] {
     return std::pair<uint32_t, uint32_t>{DFLASH_BACKEND_ABI_VERSION, DFLASH_HOST_ABI_VERSION};
   });
-  py::class_<BackendDevice>(module, "BackendDevice")
+  py::class_<BackendDevice>(
+      module, "BackendDevice",
+      "An opened device of a backend. While a worker serves with it, only the worker may use it.")
       .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0,
-           py::arg("simulate") = "", py::arg("num_threads") = 1, py::arg("seed") = 1)
-      .def_property_readonly("label",
-                             [](const BackendDevice& self) { return self.backend->label(); })
+           py::arg("simulate") = "", py::arg("num_threads") = 1, py::arg("seed") = 1,
+           "ConfigError is for a device that does not exist, and UnsupportedError says why the "
+           "backend or the device cannot be used.")
+      .def_property_readonly(
+          "label", [](const BackendDevice& self) { return self.backend->label(); },
+          "For example \"cuda:0 (NVIDIA H200)\".")
       .def_property_readonly("arch",
                              [](const BackendDevice& self) { return self.backend->listing().arch; })
-      .def("numerics_classes", &numerics_classes)
-      .def("free_bytes",
-           [](const BackendDevice& self) { return unwrap(self.backend->free_bytes()); })
+      .def("numerics_classes", &classes_of)
+      .def(
+          "free_bytes",
+          [](const BackendDevice& self) { return unwrap(self.backend->free_bytes()); },
+          "The bytes of the device's memory that are free now.")
       .def(
           "layer_bytes",
-          [](const BackendDevice& self, const py::dict& spec, uint32_t num_experts,
+          [](const BackendDevice& self, const Fields& spec, uint32_t num_experts,
              const std::string& weight_dtype, const std::string& numerics) {
             return unwrap(
                 self.backend->predicted_bytes(parse_ffn_spec(spec), num_experts,
@@ -138,8 +148,10 @@ void bind_plugin(py::module_& module) {
                                               unwrap(compute::parse_numerics(numerics))));
           },
           py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"),
-          py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
-      .def("self_test", &self_test, py::arg("test_case"));
+          py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics),
+          "The bytes that such a layer will hold on the device.")
+      .def("self_test", &self_test, py::arg("test_case"),
+           "The keys are num_cases, elements, differing, kernel and formats.");
 }
 
 }  // namespace dflash::bindings

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "bindings/arguments.h"
-#include "bindings/host_pool_box.h"
+#include "bindings/boxes.h"
 #include "bindings/module.h"
 #include "compute/cpu/row_operators.h"
 
@@ -90,7 +90,10 @@ void bind_norms(py::module_& module) {
       py::arg("adds_one") = false, py::arg("residual_address") = 0,
       py::arg("residual_stride_bytes") = 0, py::arg("residual_dtype") = "f32",
       py::arg("sum_address") = 0, py::arg("sum_stride_bytes") = 0, py::arg("sum_dtype") = "f32",
-      py::arg("normalizes_rounded_sum") = false);
+      py::arg("normalizes_rounded_sum") = false,
+      "x = rows, or rows + residual, which `sum` keeps, rounded to sum_dtype; with "
+      "normalizes_rounded_sum it is that rounded sum that is normalised. out = x / sqrt(mean(x^2) "
+      "+ epsilon) * weight, or * (1 + weight) with adds_one; weight is [width].");
   module.def(
       "layer_norm",
       [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
@@ -111,7 +114,8 @@ void bind_norms(py::module_& module) {
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"), py::arg("out_stride_bytes"),
       py::arg("out_dtype"), py::arg("epsilon"), py::arg("weight_address") = 0,
-      py::arg("bias_address") = 0);
+      py::arg("bias_address") = 0,
+      "out = (x - mean) / sqrt(variance + epsilon) * weight + bias, both [width].");
 }
 
 constexpr const char* kRotaryLayouts[] = {"halves", "interleaved", "interleaved_to_halves"};
@@ -141,7 +145,11 @@ void bind_rotary(py::module_& module) {
       py::arg("out_stride_bytes"), py::arg("out_dtype"), py::arg("cos_address"),
       py::arg("sin_address"), py::arg("table_stride_bytes"), py::arg("rotary_dim"),
       py::arg("rotary_offset") = 0, py::arg("layout") = "halves",
-      py::arg("has_full_tables") = false);
+      py::arg("has_full_tables") = false,
+      "Rows are [num_rows, num_heads, head_dim], heads adjacent. Of each head, rotary_dim values "
+      "from rotary_offset on are rotated and the rest is copied. Cosines and sines are [num_rows, "
+      "rotary_dim / 2] or, with has_full_tables, [num_rows, rotary_dim]. Layouts: \"halves\", "
+      "\"interleaved\", \"interleaved_to_halves\" (read interleaved, written as halves).");
 }
 
 constexpr const char* kRouterScores[] = {"softmax", "sigmoid", "identity"};
@@ -152,7 +160,10 @@ constexpr const char* kIdTypes[] = {"i32", "i64"};
 
 void bind_router(py::module_& module) {
   const compute::RouterForm defaults;
-  py::class_<compute::RouterForm>(module, "RouterForm")
+  py::class_<compute::RouterForm>(
+      module, "RouterForm",
+      "How a router chooses experts and weighs them (csrc/compute/operators/router.h). ConfigError "
+      "for a word that is not known.")
       .def(py::init([](uint32_t num_experts, uint32_t top_k, const std::string& score,
                        const std::string& weight, uint32_t num_groups, uint32_t topk_groups,
                        const std::string& group_score, float excluded, bool normalizes,
@@ -177,8 +188,11 @@ void bind_router(py::module_& module) {
            py::arg("topk_groups") = defaults.topk_groups, py::arg("group_score") = "top_two_sum",
            py::arg("excluded") = defaults.excluded, py::arg("normalizes") = defaults.normalizes,
            py::arg("sum_epsilon") = defaults.sum_epsilon, py::arg("sum_floor") = defaults.sum_floor,
-           py::arg("scale") = defaults.scale,
-           py::arg("mixer_threshold") = defaults.mixer_threshold);
+           py::arg("scale") = defaults.scale, py::arg("mixer_threshold") = defaults.mixer_threshold,
+           "score: softmax, sigmoid or identity.\nweight: score, softmax_of_chosen, "
+           "sigmoid_of_chosen or sparse_mixer.\ngroup_score: top_two_sum or max.\nexcluded: The "
+           "choice of experts outside the chosen groups.\nnormalizes: Divides by max(sum + "
+           "sum_epsilon, sum_floor).\nmixer_threshold: Of a sparse mixer.");
   module.def(
       "route",
       [](const HostPoolBox& pool, const compute::RouterForm& form, uintptr_t logits_address,
@@ -198,7 +212,10 @@ void bind_router(py::module_& module) {
       py::arg("pool"), py::arg("form"), py::arg("logits_address"), py::arg("logits_stride_bytes"),
       py::arg("logits_dtype"), py::arg("num_rows"), py::arg("topk_ids_address"), py::arg("id_type"),
       py::arg("topk_weights_address"), py::arg("bias_address") = 0,
-      py::arg("expert_scales_address") = 0);
+      py::arg("expert_scales_address") = 0,
+      "Writes topk_ids [num_rows, top_k] (\"i32\" or \"i64\") and topk_weights [num_rows, top_k] "
+      "(float32), in descending order of choice. The bias [num_experts] counts for the choice "
+      "only; expert_scales [num_experts] multiply the weights.");
   module.def(
       "argmax",
       [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
@@ -212,7 +229,9 @@ void bind_router(py::module_& module) {
         });
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
-      py::arg("num_rows"), py::arg("width"), py::arg("out_address"));
+      py::arg("num_rows"), py::arg("width"), py::arg("out_address"),
+      "Writes the place of each row's largest value to int64 out [num_rows]: the lowest among "
+      "equals.");
 }
 
 // An FfnSpec of which a gate looks at everything but the sizes; these are 1.
@@ -232,11 +251,14 @@ GateForm make_gate_form(const std::string& activation, const std::string& gate, 
 
 void bind_gates(py::module_& module) {
   const compute::FfnSpec defaults;
-  py::class_<GateForm>(module, "GateForm")
+  py::class_<GateForm>(
+      module, "GateForm",
+      "The activation and gate of an MLP, with the words and limits of an FfnSpec. "
+      "UnsupportedError for a word that is not known or a value that is not supported.")
       .def(py::init(&make_gate_form), py::kw_only(), py::arg("activation") = "silu",
            py::arg("gate") = "gated", py::arg("alpha") = defaults.alpha,
            py::arg("up_offset") = defaults.up_offset, py::arg("gate_max") = defaults.gate_max,
-           py::arg("up_limit") = defaults.up_limit);
+           py::arg("up_limit") = defaults.up_limit, "gate: or none, clamped_swiglu");
   module.def(
       "apply_gate",
       [](const HostPoolBox& pool, const GateForm& form, uintptr_t gate_address,
@@ -254,7 +276,9 @@ void bind_gates(py::module_& module) {
       py::arg("pool"), py::arg("form"), py::arg("gate_address"), py::arg("gate_stride_bytes"),
       py::arg("gate_dtype"), py::arg("up_address"), py::arg("up_stride_bytes"), py::arg("up_dtype"),
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"), py::arg("out_stride_bytes"),
-      py::arg("out_dtype"));
+      py::arg("out_dtype"),
+      "out = act(gate) * up for rows of `width`; with gate \"none\", act(up), and the gate's "
+      "address is 0.");
   module.def(
       "add_scaled",
       [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
@@ -275,7 +299,9 @@ void bind_gates(py::module_& module) {
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"), py::arg("out_stride_bytes"),
       py::arg("out_dtype"), py::arg("base_address") = 0, py::arg("base_stride_bytes") = 0,
       py::arg("base_dtype") = "f32", py::arg("gate_address") = 0, py::arg("gate_stride_bytes") = 0,
-      py::arg("gate_dtype") = "f32", py::arg("scale") = 1.0f);
+      py::arg("gate_dtype") = "f32", py::arg("scale") = 1.0f,
+      "out = base + rows * s, where s is sigmoid(gate[row]), or `scale` without a gate; gate is "
+      "[num_rows, 1].");
 }
 
 }  // namespace

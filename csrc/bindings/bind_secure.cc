@@ -12,9 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/boxes.h"
 #include "bindings/module.h"
-#include "bindings/own_process.h"
-#include "bindings/secure_box.h"
 #include "transport/secure/libssl.h"
 #include "transport/secure/relay.h"
 
@@ -70,13 +69,13 @@ std::unique_ptr<SecureSocketBox> make_socket(
   return box;
 }
 
-py::object receive(SecureSocketBox& box, size_t num_bytes) {
+std::optional<py::bytes> receive(SecureSocketBox& box, size_t num_bytes) {
   std::vector<std::byte> bytes(std::min(num_bytes, transport::kRecordBytes));
   const size_t received = with_socket(box, [&](SecureSocket& socket) {
     const iovec room{bytes.data(), bytes.size()};
     return socket.receive({&room, 1});
   });
-  if (received == 0) return py::none();
+  if (received == 0) return std::nullopt;
   return py::bytes(reinterpret_cast<const char*>(bytes.data()), received);
 }
 
@@ -113,45 +112,62 @@ std::unique_ptr<RelayBox> start_relay(SecureSocketBox& box) {
 }
 
 void bind_socket(py::module_& module) {
-  py::class_<SecureSocketBox>(module, "SecureSocket")
+  py::class_<SecureSocketBox>(
+      module, "SecureSocket",
+      "One connection under TLS 1.3 with a pre-shared key (csrc/transport/secure). No call blocks. "
+      "Any thread may call; calls of two threads take turns. A channel, a pulse or a relay "
+      "consumes it.\n\nWorkerLost where the peer hung up, ProtocolError where the ends do not "
+      "share a key or a record was changed on its way.")
       .def(py::init(&make_socket), py::arg("descriptor"), py::kw_only(), py::arg("is_dialling"),
-           py::arg("keys"))
-      .def("handshake",
-           [](SecureSocketBox& box) {
-             return with_socket(box, [](SecureSocket& socket) { return socket.handshake(); });
-           })
-      .def("send", &send, py::arg("content"))
+           py::arg("keys"),
+           "It takes ownership of `descriptor`, whatever happens. `keys` are (identity, 32 bytes): "
+           "the dialling side offers the first, the accepting side takes any. UnsupportedError "
+           "without libssl.")
+      .def(
+          "handshake",
+          [](SecureSocketBox& box) {
+            return with_socket(box, [](SecureSocket& socket) { return socket.handshake(); });
+          },
+          "True once it is over. Before that: wait for POLLIN, and for POLLOUT while `has_unsent`.")
+      .def("send", &send, py::arg("content"), "Returns how many bytes were taken.")
       .def("flush",
            [](SecureSocketBox& box) {
              with_socket(box, [](SecureSocket& socket) { return flushed(socket); });
            })
-      .def("receive", &receive, py::arg("num_bytes"))
-      .def("channel_binding", &channel_binding)
-      .def_property_readonly("identity",
-                             [](SecureSocketBox& box) {
-                               return ask(box,
-                                          [](SecureSocket& socket) { return socket.identity(); });
-                             })
+      .def("receive", &receive, py::arg("num_bytes"), "Returns None where nothing has come.")
+      .def("channel_binding", &channel_binding,
+           "32 bytes that only the two ends of this connection know (RFC 9266).")
+      .def_property_readonly(
+          "identity",
+          [](SecureSocketBox& box) {
+            return ask(box, [](SecureSocket& socket) { return socket.identity(); });
+          },
+          "The identity of the key that is used, once the handshake is over.")
       .def_property_readonly("has_unsent",
                              [](SecureSocketBox& box) {
                                return ask(box,
                                           [](SecureSocket& socket) { return socket.has_unsent(); });
                              })
-      .def_property_readonly("has_pending",
-                             [](SecureSocketBox& box) {
-                               return ask(
-                                   box, [](SecureSocket& socket) { return socket.has_pending(); });
-                             })
-      .def("fileno",
-           [](SecureSocketBox& box) {
-             const std::lock_guard lock(box.mutex);
-             return box.socket == nullptr ? -1 : box.socket->fd();
-           })
-      .def("hang_up",
-           [](SecureSocketBox& box) {
-             const std::lock_guard lock(box.mutex);
-             if (box.socket != nullptr) ::shutdown(box.socket->fd(), SHUT_RDWR);
-           })
+      .def_property_readonly(
+          "has_pending",
+          [](SecureSocketBox& box) {
+            return ask(box, [](SecureSocket& socket) { return socket.has_pending(); });
+          },
+          "receive() may return bytes although the descriptor is not readable.")
+      .def(
+          "fileno",
+          [](SecureSocketBox& box) {
+            const std::lock_guard lock(box.mutex);
+            return box.socket == nullptr ? -1 : box.socket->fd();
+          },
+          "-1 once it is closed or consumed.")
+      .def(
+          "hang_up",
+          [](SecureSocketBox& box) {
+            const std::lock_guard lock(box.mutex);
+            if (box.socket != nullptr) ::shutdown(box.socket->fd(), SHUT_RDWR);
+          },
+          "Ends every wait on the descriptor.")
       .def("close", [](SecureSocketBox& box) {
         const std::lock_guard lock(box.mutex);
         box.socket.reset();
@@ -162,23 +178,32 @@ void bind_socket(py::module_& module) {
 
 void bind_secure(py::module_& module) {
   bind_socket(module);
-  py::class_<RelayBox>(module, "Relay")
+  py::class_<RelayBox>(module, "Relay",
+                       "Decrypts for somebody who has only a descriptor, in a thread of its own. "
+                       "It consumes `socket`.")
       .def(py::init(&start_relay), py::arg("socket"))
-      .def("take_plain",
-           [](RelayBox& self) {
-             if (self.relay == nullptr) raise(Error{ErrorCode::kClosed, "this relay is closed"});
-             return self.relay->take_plain().release();
-           })
-      .def("close", [](RelayBox& self) {
-        py::gil_scoped_release unlocked;
-        self.relay.reset();
-      });
+      .def(
+          "take_plain",
+          [](RelayBox& self) {
+            if (self.relay == nullptr) raise(Error{ErrorCode::kClosed, "this relay is closed"});
+            return self.relay->take_plain().release();
+          },
+          "The plain end, once; it becomes the caller's.")
+      .def(
+          "close",
+          [](RelayBox& self) {
+            py::gil_scoped_release unlocked;
+            self.relay.reset();
+          },
+          "Hangs up at both ends. It may be called again.");
   module.def(
       "libssl_version",
       [](const std::string& library) {
         return unwrap(transport::load_libssl(library.c_str()))->version();
       },
-      py::arg("library") = transport::kLibsslName);
+      py::arg("library") = transport::kLibsslName,
+      "Raises UnsupportedError naming the package and the setting where the library cannot be "
+      "used.");
 }
 
 }  // namespace dflash::bindings

@@ -19,19 +19,23 @@ using client::SlicePlan;
 using client::SlotPlan;
 
 void bind_slot_plan(py::module_& module) {
-  py::class_<ShardShape>(module, "ShardShape")
+  py::class_<ShardShape>(module, "ShardShape",
+                         "What one shard of one layer asks of the slots of its holder.")
       .def(py::init([](uint32_t in_size, uint32_t out_size, uint32_t top_k, uint32_t num_experts) {
              return ShardShape{in_size, out_size, top_k, num_experts};
            }),
            py::arg("in_size"), py::arg("out_size"), py::arg("top_k"), py::arg("num_experts"));
-  py::class_<SlicePlan>(module, "SlicePlan")
+  py::class_<SlicePlan>(module, "SlicePlan",
+                        "A resolved mode. Where `is_measured`, slices and window are upper bounds, "
+                        "within which the worker's model chooses.")
       .def_property_readonly(
           "mode", [](const SlicePlan& self) { return std::string(client::mode_name(self.mode)); })
       .def_readonly("slice_tokens", &SlicePlan::slice_tokens)
       .def_readonly("window", &SlicePlan::window)
       .def_readonly("slot_rows", &SlicePlan::slot_rows)
       .def_property_readonly("is_measured", &SlicePlan::is_measured);
-  py::class_<SlotPlan>(module, "SlotPlan")
+  py::class_<SlotPlan>(module, "SlotPlan",
+                       "The slots of one worker's data path, and the rows that they were made for.")
       .def(py::init(
                [](uint32_t num_slots, uint32_t rows, uint64_t request_bytes, uint64_t reply_bytes) {
                  return SlotPlan{num_slots, rows, request_bytes, reply_bytes};
@@ -55,7 +59,8 @@ void bind_slot_plan(py::module_& module) {
                                           {batch_capacity, stream_tokens, stream_tokens_max}));
       },
       py::arg("mode"), py::kw_only(), py::arg("batch_capacity"), py::arg("stream_tokens"),
-      py::arg("stream_tokens_max"));
+      py::arg("stream_tokens_max"),
+      "ConfigError is raised where `stream_tokens` exceeds `stream_tokens_max`.");
   module.def(
       "plan_slots",
       [](const std::vector<ShardShape>& shards, uint32_t rows, uint32_t num_slots,

@@ -12,8 +12,9 @@
 
 #include "base/checksum.h"
 #include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/module.h"
-#include "bindings/secure_box.h"
+#include "bindings/typed.h"
 #include "transport/faulty/faulty.h"
 #include "transport/kinds.h"
 #include "transport/loopback/loopback.h"
@@ -42,7 +43,7 @@ py::bytes to_bytes(std::span<const std::byte> bytes) {
 
 // Takes the descriptors before anything can fail, so that the caller has given them away in any
 // case.
-transport::Handover handover_of(const std::string& bytes, const std::vector<int>& descriptors,
+transport::Handover handover_of(std::string_view bytes, const std::vector<int>& descriptors,
                                 SecureSocketBox* secured) {
   transport::Handover handover;
   for (const int descriptor : descriptors) handover.descriptors.emplace_back(descriptor);
@@ -81,7 +82,7 @@ std::unique_ptr<OfferBox> offer_path(const std::string& kind, const PathTerms& t
   return std::make_unique<OfferBox>(OfferBox{unwrap(std::move(made))});
 }
 
-std::unique_ptr<ChannelBox> complete(OfferBox& box, const std::string& answer,
+std::unique_ptr<ChannelBox> complete(OfferBox& box, const py::bytes& answer,
                                      const std::vector<int>& descriptors,
                                      SecureSocketBox* secured) {
   transport::Handover handover = handover_of(answer, descriptors, secured);
@@ -96,7 +97,7 @@ std::unique_ptr<ChannelBox> complete(OfferBox& box, const std::string& answer,
 }
 
 std::unique_ptr<transport::Acceptance> accept_path(const std::string& kind, const PathTerms& terms,
-                                                   const std::string& offered,
+                                                   const py::bytes& offered,
                                                    const std::vector<int>& descriptors,
                                                    SecureSocketBox* secured) {
   transport::Handover handover = handover_of(offered, descriptors, secured);
@@ -127,7 +128,9 @@ transport::FaultPoint parse_point(const std::string& point) {
 }
 
 void bind_terms(py::module_& module) {
-  py::class_<SlotGeometry>(module, "Geometry")
+  py::class_<SlotGeometry>(
+      module, "Geometry",
+      "The slots of a data path: their number, and the bytes of a request and of a reply in each.")
       .def(py::init([](uint32_t num_slots, uint64_t request_bytes, uint64_t reply_bytes) {
              return SlotGeometry{num_slots, request_bytes, reply_bytes};
            }),
@@ -135,50 +138,76 @@ void bind_terms(py::module_& module) {
       .def_readonly("num_slots", &SlotGeometry::num_slots)
       .def_readonly("request_bytes", &SlotGeometry::request_bytes)
       .def_readonly("reply_bytes", &SlotGeometry::reply_bytes);
-  py::class_<PathTerms>(module, "PathTerms")
+  py::class_<PathTerms>(
+      module, "PathTerms",
+      "What both ends know of a data path before it exists (csrc/transport/kinds.h).")
       .def(py::init([](const SlotGeometry& geometry, uint64_t generation, bool is_open,
                        int socket_buffer_bytes, int user_timeout_ms) {
              return PathTerms{geometry, generation, is_open, socket_buffer_bytes, user_timeout_ms};
            }),
            py::arg("geometry"), py::arg("generation"), py::kw_only(), py::arg("is_open") = false,
-           py::arg("socket_buffer_bytes") = 0, py::arg("user_timeout_ms") = 0);
+           py::arg("socket_buffer_bytes") = 0, py::arg("user_timeout_ms") = 0,
+           "is_open: The segment of replies stays writable, so that a device of the host may "
+           "register it.\nsocket_buffer_bytes: The buffers have this size each way; 0 keeps the "
+           "system's own.\nuser_timeout_ms: TCP takes a peer that acknowledges nothing for so long "
+           "for gone; 0 keeps the system's own.");
 }
 
 void bind_handshake(py::module_& module) {
-  py::class_<TransportKind>(module, "TransportKind")
+  py::class_<TransportKind>(module, "TransportKind",
+                            "A row of the table of transports (csrc/transport/kinds.h).")
       .def_property_readonly("name", [](const TransportKind& self) { return self.name; })
-      .def_property_readonly("setting", [](const TransportKind& self) { return self.setting; })
-      .def_property_readonly("reaches",
-                             [](const TransportKind& self) {
-                               std::vector<std::string> names;
-                               for (const transport::Reach reach : self.reaches)
-                                 names.emplace_back(transport::reach_name(reach));
-                               return names;
-                             })
-      .def_property_readonly("is_dialled",
-                             [](const TransportKind& self) { return self.is_dialled; })
-      .def("try_here", [](const TransportKind& self) {
-        Status tried = ok();
-        {
-          py::gil_scoped_release unlocked;
-          tried = transport::try_kind(self);
-        }
-        unwrap(std::move(tried));
-      });
-  module.def("transport_kinds", [] {
-    py::list kinds;
-    for (const TransportKind& kind : transport::transport_kinds())
-      kinds.append(py::cast(&kind, py::return_value_policy::reference));
-    return kinds;
-  });
-  py::class_<OfferBox>(module, "PathOffer")
+      .def_property_readonly(
+          "setting", [](const TransportKind& self) { return self.setting; },
+          "This value of the setting `transport` means this kind.")
+      .def_property_readonly(
+          "reaches",
+          [](const TransportKind& self) {
+            std::vector<std::string> names;
+            for (const transport::Reach reach : self.reaches)
+              names.emplace_back(transport::reach_name(reach));
+            return names;
+          },
+          "The workers that it reaches: \"started\", \"started, unix\", \"started, tcp\", \"unix "
+          "path\" or \"tcp host\".")
+      .def_property_readonly(
+          "is_dialled", [](const TransportKind& self) { return self.is_dialled; },
+          "The host dials its connections, and the data connection is the only descriptor of both "
+          "ends.")
+      .def(
+          "try_here",
+          [](const TransportKind& self) {
+            Status tried = ok();
+            {
+              py::gil_scoped_release unlocked;
+              tried = transport::try_kind(self);
+            }
+            unwrap(std::move(tried));
+          },
+          "Makes a path within this process. DflashError says what this machine lacks.");
+  module.def(
+      "transport_kinds",
+      [] {
+        py::typing::List<TransportKind> kinds;
+        for (const TransportKind& kind : transport::transport_kinds())
+          kinds.append(py::cast(&kind, py::return_value_policy::reference));
+        return kinds;
+      },
+      "All transports of this build. Setting `auto` takes the first that serves an address.");
+  py::class_<OfferBox>(module, "PathOffer",
+                       "The host's end between its offer and the worker's answer.")
       .def_property_readonly("payload",
                              [](const OfferBox& self) { return to_bytes(self.get().bytes()); })
-      .def_property_readonly("descriptors",
-                             [](const OfferBox& self) { return self.get().descriptors(); })
+      .def_property_readonly(
+          "descriptors", [](const OfferBox& self) { return self.get().descriptors(); },
+          "They stay the offer's own; the peer gets copies.")
       .def("complete", &complete, py::arg("answer"), py::arg("descriptors"),
-           py::arg("secured") = nullptr);
-  py::class_<transport::Acceptance>(module, "Acceptance")
+           py::arg("secured") = nullptr,
+           "Makes the host's channel, once. It takes ownership of the descriptors, whatever "
+           "happens. An encrypted data connection, which it consumes, stands in the place of a "
+           "descriptor.");
+  py::class_<transport::Acceptance>(module, "Acceptance",
+                                    "The worker's end once it has accepted an offer.")
       .def("take_channel",
            [](transport::Acceptance& self) {
              if (self.channel == nullptr)
@@ -187,15 +216,19 @@ void bind_handshake(py::module_& module) {
            })
       .def_property_readonly(
           "payload", [](const transport::Acceptance& self) { return to_bytes(self.answer.bytes); })
-      .def_property_readonly("descriptors", [](const transport::Acceptance& self) {
-        std::vector<int> descriptors;
-        for (const OwnedFd& descriptor : self.answer.descriptors)
-          descriptors.push_back(descriptor.get());
-        return descriptors;
-      });
+      .def_property_readonly(
+          "descriptors",
+          [](const transport::Acceptance& self) {
+            std::vector<int> descriptors;
+            for (const OwnedFd& descriptor : self.answer.descriptors)
+              descriptors.push_back(descriptor.get());
+            return descriptors;
+          },
+          "They stay the acceptance's own; the peer gets copies.");
   module.def("offer_path", &offer_path, py::arg("kind"), py::arg("terms"));
   module.def("accept_path", &accept_path, py::arg("kind"), py::arg("terms"), py::arg("offered"),
-             py::arg("descriptors"), py::arg("secured") = nullptr);
+             py::arg("descriptors"), py::arg("secured") = nullptr,
+             "It takes ownership of the descriptors, whatever happens, and consumes `secured`.");
 }
 
 // Flips one bit of the lowest mantissa byte of a value in every `one_in`-th row of all replies, and
@@ -232,35 +265,53 @@ class Drift {
 using TapHolder = std::shared_ptr<transport::Tap>;
 
 void bind_tap(py::module_& module) {
-  py::class_<transport::Tap, TapHolder>(module, "Tap")
+  py::class_<transport::Tap, TapHolder>(
+      module, "Tap",
+      "Copies of exchanges that cross a channel (csrc/transport/tapped.h). Any thread may call. "
+      "DflashError where the system has no descriptor left.")
       .def(py::init([] { return unwrap(transport::Tap::create()); }))
       .def("arm", &transport::Tap::arm, py::arg("num_skipped"), py::arg("num_exchanges"),
-           py::arg("max_bytes"))
-      .def_property_readonly("is_spent", &transport::Tap::is_spent)
-      .def("fileno", &transport::Tap::fd)
-      .def("take", [](transport::Tap& self) {
-        py::list taken;
-        for (const transport::TappedExchange& exchange : self.take())
-          taken.append(py::make_tuple(to_bytes(exchange.request), to_bytes(exchange.reply)));
-        return taken;
-      });
+           py::arg("max_bytes"),
+           "The next `num_exchanges` after `num_skipped` are copied, as long as their requests "
+           "have `max_bytes` at most. They count when they are sent, whether a reply comes or not.")
+      .def_property_readonly("is_spent", &transport::Tap::is_spent,
+                             "All of them were sent: nothing more is copied until the next `arm`.")
+      .def("fileno", &transport::Tap::fd,
+           "Readable while there are copies to take, and when the last exchange was sent; the "
+           "tap's own.")
+      .def(
+          "take",
+          [](transport::Tap& self) {
+            py::typing::List<py::typing::Tuple<py::bytes, py::bytes>> taken;
+            for (const transport::TappedExchange& exchange : self.take())
+              taken.append(py::make_tuple(to_bytes(exchange.request), to_bytes(exchange.reply)));
+            return taken;
+          },
+          "Pairs of request and reply, whole frames, oldest first.");
   module.def(
       "make_tapped",
       [](ChannelBox& box, const TapHolder& tap) {
         return boxed(transport::make_tapped(box.take(), tap));
       },
-      py::arg("channel"), py::arg("tap"));
+      py::arg("channel"), py::arg("tap"),
+      "Consumes `channel` and returns one whose exchanges the tap copies. Channels may share a "
+      "tap.");
   module.def(
       "make_drifting",
       [](ChannelBox& box, uint64_t one_in, uint64_t seed) {
         if (one_in == 0) raise(Error{ErrorCode::kInvalidArgument, "one_in is 0"});
         return boxed(transport::make_rewritten(box.take(), Drift(one_in, seed)));
       },
-      py::arg("channel"), py::kw_only(), py::arg("one_in"), py::arg("seed") = 1);
+      py::arg("channel"), py::kw_only(), py::arg("one_in"), py::arg("seed") = 1,
+      "Consumes `channel` and returns one in whose replies every `one_in`-th row has a flipped bit "
+      "in the lowest mantissa byte of one value, with checksums that fit, for tests.");
 }
 
 void bind_channels(py::module_& module) {
-  py::class_<ChannelBox>(module, "Channel")
+  py::class_<ChannelBox>(
+      module, "Channel",
+      "One end of a data path. `Client.add_worker`, `Client.renew_path`, `Client.revive`, "
+      "`Worker.serve` or a decorator such as `make_emulated` consumes it.")
       .def_property_readonly("kind", [](const ChannelBox& box) {
         return std::string(box.channel == nullptr ? "handed over" : box.channel->kind());
       });
@@ -270,7 +321,7 @@ void bind_channels(py::module_& module) {
         auto pair = unwrap(transport::make_loopback(geometry));
         return py::make_tuple(boxed(std::move(pair.host)), boxed(std::move(pair.worker)));
       },
-      py::arg("geometry"));
+      py::arg("geometry"), "The ends of the host and of the worker.");
   module.def(
       "make_emulated",
       [](ChannelBox& box, double delay_ms, double jitter_ms, double mbit_s, uint64_t seed) {
@@ -278,7 +329,8 @@ void bind_channels(py::module_& module) {
             box.take(), transport::Emulation{delay_ms, jitter_ms, mbit_s, seed}));
       },
       py::arg("channel"), py::kw_only(), py::arg("delay_ms") = 0.0, py::arg("jitter_ms") = 0.0,
-      py::arg("mbit_s") = 0.0, py::arg("seed") = 1);
+      py::arg("mbit_s") = 0.0, py::arg("seed") = 1,
+      "Consumes `channel` and returns one that delays messages as a slower link would.");
   module.def(
       "make_faulty",
       [](ChannelBox& box, const std::string& kind, const std::string& point, uint64_t nth,
@@ -287,12 +339,15 @@ void bind_channels(py::module_& module) {
         return boxed(transport::make_faulty(box.take(), fault));
       },
       py::arg("channel"), py::kw_only(), py::arg("kind"), py::arg("point"), py::arg("nth"),
-      py::arg("delay_ms") = 0.0, py::arg("seed") = 1);
+      py::arg("delay_ms") = 0.0, py::arg("seed") = 1,
+      "Consumes `channel` and returns one whose nth operation goes wrong, for tests. `kind` is "
+      "fail, delay, truncate, corrupt or drop, and `point` is publish or poll.");
 }
 
 }  // namespace
 
 void bind_transport(py::module_& module) {
+  module.attr("MAX_HANDOVER_BYTES") = transport::kMaxHandoverBytes;  // of one end of a path
   bind_terms(module);
   bind_channels(module);
   bind_tap(module);

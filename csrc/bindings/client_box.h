@@ -6,11 +6,15 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <memory>
+#include <string>
 
 #include "base/clock.h"
+#include "base/token_batch.h"
 #include "bindings/errors.h"
 #include "client/expert_client.h"
+#include "client/types.h"
 
 namespace dflash::bindings {
 
@@ -87,5 +91,26 @@ inline constexpr double kMaxWaitS = 1e6;  // above any sensible limit, and far b
 int64_t timeout_ns(const char* name, double seconds);
 // Makes a deadline `seconds` from now, at most kMaxWaitS. A negative number or NaN means now.
 Deadline deadline_of(double seconds);
+
+// A call's tensors as Python holds them: the value that every room passes on, and what keeps its
+// memory alive.
+struct TokenBatchBox {
+  TokenBatch batch;
+  pybind11::object owners;  // the tensors, or whatever else keeps the addresses valid
+};
+
+// How a device step ended. DeviceStep hands it to Client.end_step and to whoever explains a
+// failure.
+struct StepReport {
+  int32_t code = 0;  // ErrorCode of the first failure, or 0
+  uint32_t layer = 0, detail = 0;
+  std::string worker;  // where it failed; empty where it was at none
+  std::string text;    // the worker's words if it refused
+  client::StepResult result;
+};
+
+// Submits a call and waits for it, with the GIL released. Raises how the call ended. A signal
+// abandons the call.
+void run_call(const ClientBox& box, uint32_t layer, const TokenBatchBox& batch);
 
 }  // namespace dflash::bindings

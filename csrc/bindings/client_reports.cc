@@ -70,8 +70,8 @@ py::dict chunk_dict(const client::ChunkRecord& chunk) {
 
 }  // namespace
 
-py::dict counters_dict(const std::vector<client::CountersOf>& list) {
-  py::dict all;
+CountersByPlace counters_dict(const std::vector<client::CountersOf>& list) {
+  CountersByPlace all;
   for (const client::CountersOf& one : list) {
     const client::Counters& counters = one.counters;
     py::dict fields;
@@ -97,8 +97,8 @@ py::dict counters_dict(const std::vector<client::CountersOf>& list) {
   return all;
 }
 
-py::list worker_dicts(const std::vector<client::WorkerReport>& list) {
-  py::list all;
+py::typing::List<Fields> worker_dicts(const std::vector<client::WorkerReport>& list) {
+  py::typing::List<Fields> all;
   for (const client::WorkerReport& report : list) {
     py::dict fields;
     fields["name"] = report.name;
@@ -113,8 +113,8 @@ py::list worker_dicts(const std::vector<client::WorkerReport>& list) {
   return all;
 }
 
-py::list forecast_dicts(const std::vector<client::WorkerForecast>& list) {
-  py::list all;
+py::typing::List<Fields> forecast_dicts(const std::vector<client::WorkerForecast>& list) {
+  py::typing::List<Fields> all;
   for (const client::WorkerForecast& worker : list) {
     py::dict fields, compute;
     for (const auto& [cost_class, found] : worker.compute) {
@@ -134,8 +134,8 @@ py::list forecast_dicts(const std::vector<client::WorkerForecast>& list) {
   return all;
 }
 
-py::list trace_dicts(const std::vector<client::SliceTrace>& list) {
-  py::list all;
+py::typing::List<Counts> trace_dicts(const std::vector<client::SliceTrace>& list) {
+  py::typing::List<Counts> all;
   for (const client::SliceTrace& trace : list) {
     py::dict fields;
     fields["call_id"] = trace.call_id;

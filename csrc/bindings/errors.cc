@@ -57,8 +57,8 @@ void raise(const Error& error) {
   std::abort();
 }
 
-py::dict error_codes() {
-  py::dict table;
+py::typing::Dict<py::str, py::typing::Tuple<py::int_, ErrorClass>> error_codes() {
+  py::typing::Dict<py::str, py::typing::Tuple<py::int_, ErrorClass>> table;
   for (const Row& row : kTable) {
     table[row.name] = py::make_tuple(static_cast<int>(row.code), python_class(row.python_class));
   }

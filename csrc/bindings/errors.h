@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/result.h"
+#include "bindings/typed.h"
 
 namespace dflash::bindings {
 
@@ -25,6 +26,7 @@ inline void unwrap(Status status) {
 }
 
 // Maps each code's name to (value, class), for the completeness test and docs/errors.md.
-pybind11::dict error_codes();
+pybind11::typing::Dict<pybind11::str, pybind11::typing::Tuple<pybind11::int_, ErrorClass>>
+error_codes();
 
 }  // namespace dflash::bindings

@@ -6,9 +6,25 @@
 
 PYBIND11_MODULE(_core, module) {
   using namespace dflash::bindings;
-  module.doc() = "The C++ core of dflash_moe: transports, worker loop, client, CPU kernels.";
+  module.doc() =
+      "The C++ core: transports, worker loop, client, CPU kernels. Every call that can block "
+      "releases the GIL. Errors arrive as the classes of `dflash_moe.errors` (table in "
+      "csrc/bindings/errors.cc).\n\n"
+      "Row operators (`rms_norm` ... `add_scaled`) take all by position, because keyword arguments "
+      "cost 3 us a call, and they are called in every layer. Memory comes as addresses (torch's "
+      "data_ptr()), with strides in bytes and dtypes \"f32\", \"f16\", \"bf16\"; the caller keeps "
+      "it "
+      "alive and vouches for its size. An address of 0 says that there is none. Values are "
+      "computed "
+      "in float32 and rounded once; a row's bits depend on that row and on the weights alone. "
+      "Output "
+      "rows may be input rows of the same dtype and stride. Vectors (weights, biases, scales) are "
+      "float32 and contiguous, rows of cosines and sines are float32. ConfigError for sizes that "
+      "do "
+      "not fit.";
   module.attr("__version__") = DFLASH_VERSION;
-  module.def("error_codes", &error_codes);
+  module.def("error_codes", &error_codes,
+             "The number and the Python class of every ErrorCode by its name in snake_case.");
   bind_codec(module);
   bind_numerics(module);
   bind_secure(module);
@@ -16,15 +32,17 @@ PYBIND11_MODULE(_core, module) {
   bind_store(module);
   bind_plugin(module);
   bind_host_device(module);
+  bind_host_pool(module);
   bind_worker(module);
   bind_slot_plan(module);
+  bind_token_batch(module);
   bind_client(module);
   bind_call(module);
   bind_device_step(module);
   bind_dlpack(module);
+  bind_handover(module);
   bind_oracle(module);
   bind_formats(module);
-  bind_host_pool(module);
   bind_linear(module);
   bind_rows(module);
   bind_attention(module);

@@ -9,10 +9,21 @@
 #include <memory>
 #include <vector>
 
+#include "bindings/typed.h"
 #include "compute/formats/matrix_view.h"
 #include "store/mapped_file.h"
 
 namespace dflash::bindings {
+
+// How a signature names what matrix_source() and vector_source() read; they check it.
+using MatrixFields =
+    pybind11::typing::Tuple<store::MappedFile, pybind11::int_, pybind11::str, pybind11::int_,
+                            pybind11::int_, pybind11::int_, pybind11::int_>;
+using VectorFields = pybind11::typing::Tuple<store::MappedFile, pybind11::int_, pybind11::str,
+                                             pybind11::int_, pybind11::int_>;
+using Matrix = pybind11::typing::Union<MatrixFields>;
+using OptionalMatrix = pybind11::typing::Optional<MatrixFields>;
+using OptionalVector = pybind11::typing::Optional<VectorFields>;
 
 // Reads (file, byte offset, format, outputs, inputs, output_stride, input_stride), or None for no
 // matrix. Strides of float formats are in elements. Other formats have output_stride in bytes and

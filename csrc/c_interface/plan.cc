@@ -1,5 +1,5 @@
-// The plan's messages come in one order (handover.py), so that each is checked against what came
-// before.
+// The plan's messages come in one order (handover_plan.py), so that each is checked against what
+// came before.
 // SPDX-License-Identifier: Apache-2.0
 #include "c_interface/plan.h"
 

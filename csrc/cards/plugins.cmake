@@ -29,7 +29,7 @@ target_link_libraries(dflash_sim PRIVATE dflash_device_exchange_sim)
 
 # What measures doorbells: the device's side for any runtime, and the kernel for the simulator.
 set(bells ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells)
-add_library(dflash_bells STATIC EXCLUDE_FROM_ALL ${bells}/gpu_bells.cc ${bells}/queue_words.cc)
+add_library(dflash_bells STATIC EXCLUDE_FROM_ALL ${bells}/gpu_bells.cc)
 target_link_libraries(dflash_bells PUBLIC dflash_gpu ${CMAKE_DL_LIBS})
 add_library(dflash_bells_sim STATIC EXCLUDE_FROM_ALL ${bells}/sim_bells.cc)
 target_link_libraries(dflash_bells_sim PUBLIC dflash_bells dflash_gpu_sim)

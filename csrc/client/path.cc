@@ -130,7 +130,7 @@ void Path::end_lease(const RingUse* used, bool has_failed) {
   is_leased_ = false;
   if (is_lost()) return;
   if (used != nullptr) {
-    channel_->set_ring(used->head, used->tail);
+    transport::ring_lender(channel_.get())->set_ring(used->head, used->tail);
     has_sent_ = true;
   }
   if (has_failed || used == nullptr) wear_out("a device step failed on it");

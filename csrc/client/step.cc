@@ -26,7 +26,7 @@ std::optional<Error> busy_error(const Link& link) {
 
 // A shard's k-th place among its worker's shards of the layer is its slot.
 std::optional<Error> unfit_error(const Link& link, size_t num_shards) {
-  if (!link.path.channel()->ring())
+  if (transport::ring_lender(link.path.channel()) == nullptr)
     return link.error(ErrorCode::kUnsupported,
                       std::string("is reached by ") + link.path.channel()->kind() +
                           "; device steps need shared memory: call experts() outside of a step");
@@ -105,7 +105,8 @@ StepLease OpenStep::begin(Links links, StepChoice choice, int64_t now) {
   for (const uint32_t worker : choice.workers) {
     Link& link = *links[worker];
     lease.paths.push_back({worker, link.name, link.path.generation(), link.path.geometry(),
-                           link.request_dtype, link.reply_dtype, *link.path.channel()->ring(),
+                           link.request_dtype, link.reply_dtype,
+                           transport::ring_lender(link.path.channel())->ring(),
                            link.liveness.fd()});
     paths_.push_back({worker, link.path.generation()});
     link.path.lease();

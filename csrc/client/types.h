@@ -11,7 +11,7 @@
 
 #include "base/dtype.h"
 #include "base/owned_fd.h"
-#include "transport/channel.h"
+#include "transport/ring_lender.h"
 
 namespace dflash::client {
 

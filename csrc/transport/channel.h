@@ -52,20 +52,6 @@ struct WakeSource {
 };
 enum class SleepKind : uint8_t { kFutex, kPoll };
 
-// The memory under a ring (transport/ring/layout.h), for a device that publishes and takes messages
-// by itself. Heads count in units of the head word, twice the number of messages.
-struct RingView {
-  std::byte* own = nullptr;
-  std::byte* peer = nullptr;
-  bool is_peer_writable = false;  // how it is mapped here, whoever writes it
-  uint64_t own_bytes = 0, peer_bytes = 0;
-  uint64_t own_slots = 0, own_stride = 0;  // offset of slot 0, and from one slot to the next
-  uint64_t peer_slots = 0, peer_stride = 0;
-  uint32_t entry_mask = 0;
-  uint32_t head = 0, tail = 0;   // what was published, and what was consumed
-  std::shared_ptr<void> memory;  // keeps both sides mapped
-};
-
 // Not thread-safe. One thread uses it at a time: whoever holds the client's turn, or the worker's
 // serving thread.
 class Channel {
@@ -96,11 +82,6 @@ class Channel {
   // The earliest time at which poll() can return something without outside help, as after an
   // emulated delay; max() where there is none.
   virtual int64_t next_event_ns() const { return std::numeric_limits<int64_t>::max(); }
-
-  // The channel's ring, where it has one. Whoever uses the ring must say with set_ring() how far it
-  // came before this channel is used again.
-  virtual std::optional<RingView> ring() const { return std::nullopt; }
-  virtual void set_ring(uint32_t /*head*/, uint32_t /*tail*/) {}
 };
 
 // Spins on poll() of every channel for up to `spin_ns`, then sleeps until one of them may have

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "transport/shared/shared_kind.h"
-#include "transport/stream/stream_kinds.h"
+#include "transport/stream/stream.h"
 
 namespace dflash::transport {
 namespace {

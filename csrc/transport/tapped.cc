@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/system_error.h"
+#include "transport/ring_lender.h"
 
 namespace dflash::transport {
 
@@ -64,7 +65,7 @@ std::vector<TappedExchange> Tap::take() {
   return std::exchange(taken_, {});
 }
 
-class TappedChannel final : public Channel {
+class TappedChannel : public Channel {
  public:
   TappedChannel(std::unique_ptr<Channel> inner, std::shared_ptr<Tap> tap)
       : inner_(std::move(inner)), tap_(std::move(tap)), requests_(inner_->geometry().num_slots) {}
@@ -93,8 +94,6 @@ class TappedChannel final : public Channel {
   WakeSource arm(SleepKind kind) override { return inner_->arm(kind); }
   void disarm() override { inner_->disarm(); }
   int64_t next_event_ns() const override { return inner_->next_event_ns(); }
-  std::optional<RingView> ring() const override { return inner_->ring(); }
-  void set_ring(uint32_t head, uint32_t tail) override { inner_->set_ring(head, tail); }
 
  private:
   void copy_request(uint32_t slot, size_t bytes) {
@@ -110,7 +109,22 @@ class TappedChannel final : public Channel {
   std::vector<std::optional<std::vector<std::byte>>> requests_;  // [num_slots]
 };
 
+// A tapped channel that lends the ring under it.
+class TappedRing final : public TappedChannel, public RingLender {
+ public:
+  TappedRing(std::unique_ptr<Channel> inner, RingLender& lender, std::shared_ptr<Tap> tap)
+      : TappedChannel(std::move(inner), std::move(tap)), lender_(lender) {}
+
+  RingView ring() const override { return lender_.ring(); }
+  void set_ring(uint32_t head, uint32_t tail) override { lender_.set_ring(head, tail); }
+
+ private:
+  RingLender& lender_;  // the channel within
+};
+
 std::unique_ptr<Channel> make_tapped(std::unique_ptr<Channel> inner, std::shared_ptr<Tap> tap) {
+  if (RingLender* const lender = ring_lender(inner.get()))
+    return std::make_unique<TappedRing>(std::move(inner), *lender, std::move(tap));
   return std::make_unique<TappedChannel>(std::move(inner), std::move(tap));
 }
 

@@ -1,5 +1,4 @@
-// One table of fields per message, which both directions walk: the key, the name for errors, the
-// member, and its limit.
+// Both directions walk the table of handover_fields.h.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/handover_messages.h"
 
@@ -9,132 +8,33 @@
 #include <type_traits>
 #include <utility>
 
+#include "wire/handover_fields.h"
 #include "wire/msgpack.h"
 
 namespace dflash::wire {
 namespace {
 
-constexpr uint64_t kU16 = 0xffff, kU32 = 0xffff'ffff, kU64 = ~uint64_t{0};
-constexpr double kMaxReal = 1e9;
-constexpr size_t kMaxPayloadOctets = 4096;  // kMaxHandoverBytes of transport/kinds.h
-constexpr size_t kMaxRangeNumbers = 4096;
-
-constexpr const char* kNames[] = {
-    "OpenHandover", "RefuseHandover", "PlanHead",   "PlannedWorker", "PlannedLayer",
-    "PlannedShard", "PlannedTensor",  "PathTerms",  "PathOffered",   "PathAnswered",
-    "Ready",        "PathWorn",       "WorkerGone", "TensorSeen",    "Counted"};
-static_assert(std::size(kNames) == std::variant_size_v<HandoverMessage>);
-
-// A message to read into, or one to write.
-template <class M, class T>
-concept Is = std::is_same_v<std::remove_const_t<M>, T>;
-
-// -- the fields of every message --
-
-void walk(auto& w, Is<OpenHandover> auto& m) {
-  w.uint(1, "version", m.version, kU16);
-  w.fixed(2, "token", m.token);
-  w.uint(3, "layout", m.layout, kU32);
-}
-void walk(auto& w, Is<RefuseHandover> auto& m) { w.text(1, "text", m.text, kMaxReasonBytes); }
-void walk(auto& w, Is<PlanHead> auto& m) {
-  w.uint(1, "num_workers", m.num_workers, 1024);
-  w.uint(2, "num_layers", m.num_layers, 4096);
-  w.uint(3, "num_shards", m.num_shards, 1 << 20);
-  w.uint(4, "num_tensors", m.num_tensors, 1 << 16);
-  w.text(5, "architecture", m.architecture, 64);
-  w.text(6, "fingerprint", m.fingerprint, 128);
-  w.uint(7, "spin_ns", m.spin_ns, kU64);
-  w.uint(8, "call_timeout_ns", m.call_timeout_ns, kU64);
-  w.uint(9, "stall_timeout_ns", m.stall_timeout_ns, kU64);
-}
-void walk(auto& w, Is<PlannedWorker> auto& m) {
-  w.text(1, "name", m.name, 128);
-  w.uint(2, "slice_tokens", m.slice_tokens, kU32);
-  w.uint(3, "window", m.window, kU32);
-  w.flag(4, "is_measured", m.is_measured);
-  w.text(5, "request_dtype", m.request_dtype, 8);
-  w.text(6, "reply_dtype", m.reply_dtype, 8);
-}
-void walk(auto& w, Is<PlannedLayer> auto& m) {
-  w.uint(1, "layer", m.layer, kU32);
-  w.text(2, "name", m.name, kMaxTensorNameBytes);
-  w.uint(3, "in_size", m.in_size, kU32);
-  w.uint(4, "intermediate_size", m.intermediate_size, kU32);
-  w.uint(5, "out_size", m.out_size, kU32);
-  w.uint(6, "num_experts", m.num_experts, kU32);
-  w.uint(7, "top_k", m.top_k, kU32);
-  w.uint(8, "cost_class", m.cost_class, kU32);
-  w.uint(9, "activation", m.activation, 255);
-  w.uint(10, "gate", m.gate, 255);
-  w.real(11, "alpha", m.alpha, -kMaxReal);
-  w.real(12, "up_offset", m.up_offset, -kMaxReal);
-  w.real(13, "gate_max", m.gate_max, 0);
-  w.real(14, "up_limit", m.up_limit, 0);
-  w.flag(15, "has_gate_up_bias", m.has_gate_up_bias);
-  w.flag(16, "has_down_bias", m.has_down_bias);
-}
-void walk(auto& w, Is<PlannedShard> auto& m) {
-  w.uint(1, "layer", m.layer, kU32);
-  w.uint(2, "shard", m.shard, kU32);
-  w.uint(3, "worker", m.worker, kU32);
-  w.uint(4, "weights_fingerprint", m.weights_fingerprint, kU64);
-  w.list(5, "expert_ranges", m.expert_ranges, kMaxRangeNumbers, kU32);
-}
-void walk(auto& w, Is<PlannedTensor> auto& m) {
-  w.uint(1, "layer", m.layer, kU32);
-  w.text(2, "name", m.name, kMaxTensorNameBytes);
-  w.uint(3, "ggml_type", m.ggml_type, kU16);
-  w.list(4, "extents", m.extents, 4, kU64);
-  w.uint(5, "num_bytes", m.num_bytes, kU64);
-  w.uint(6, "file_offset", m.file_offset, kU64);
-  w.flag(7, "has_sample", m.has_sample);
-  w.uint(8, "sample", m.sample, kU32);
-}
-void walk(auto& w, Is<PathTermsMessage> auto& m) {
-  w.uint(1, "worker", m.worker, kU32);
-  w.uint(2, "generation", m.generation, kU64);
-  w.text(3, "transport", m.transport, 32);
-  w.uint(4, "num_slots", m.num_slots, kU32);
-  w.uint(5, "request_bytes", m.request_bytes, kU64);
-  w.uint(6, "reply_bytes", m.reply_bytes, kU64);
-  w.uint(7, "socket_buffer_bytes", m.socket_buffer_bytes, kU64);
-  w.uint(8, "user_timeout_ms", m.user_timeout_ms, kU32);
-}
-void walk(auto& w, Is<PathOffered> auto& m) {
-  w.uint(1, "worker", m.worker, kU32);
-  w.uint(2, "generation", m.generation, kU64);
-  w.octets(3, "payload", m.payload, kMaxPayloadOctets);
-  w.uint(4, "num_descriptors", m.num_descriptors, kU16);
-}
-void walk(auto& w, Is<PathAnswered> auto& m) {
-  w.uint(1, "worker", m.worker, kU32);
-  w.uint(2, "generation", m.generation, kU64);
-  w.octets(3, "payload", m.payload, kMaxPayloadOctets);
-  w.uint(4, "num_descriptors", m.num_descriptors, kU16);
-  w.flag(5, "has_pulse", m.has_pulse);
-}
-void walk(auto&, Is<HandoverReady> auto&) {}
-template <class M>
-  requires Is<M, PathWorn> || Is<M, WorkerGone>
-void walk(auto& w, M& m) {
-  w.uint(1, "worker", m.worker, kU32);
-  w.text(2, "reason", m.reason, kMaxReasonBytes);
-}
-void walk(auto& w, Is<TensorSeen> auto& m) {
-  w.text(1, "name", m.name, kMaxTensorNameBytes);
-  w.text(2, "reason", m.reason, kMaxReasonBytes);
-}
-void walk(auto& w, Is<Counted> auto& m) {
-  w.uint(1, "calls", m.calls, kU64);
-  w.uint(2, "failed_calls", m.failed_calls, kU64);
-  w.uint(3, "messages", m.messages, kU64);
-  w.uint(4, "rows", m.rows, kU64);
-  w.uint(5, "request_bytes", m.request_bytes, kU64);
-  w.uint(6, "reply_bytes", m.reply_bytes, kU64);
-  w.uint(7, "floor_bytes", m.floor_bytes, kU64);
-  w.uint(8, "call_ns", m.call_ns, kU64);
-  w.uint(9, "compute_ns", m.compute_ns, kU64);
+// Calls `walk` with each field of a message by what its member is.
+template <class Walk, class Message>
+void walk_fields(Walk& walk, Message& message) {
+  each_field<std::remove_const_t<Message>>([&](const auto& field) {
+    auto& value = message.*field.member;
+    using Value = std::remove_cvref_t<decltype(value)>;
+    if constexpr (std::is_same_v<Value, bool>)
+      walk.flag(field.key, field.name, value);
+    else if constexpr (std::is_same_v<Value, double>)
+      walk.real(field.key, field.name, value, field.minimum);
+    else if constexpr (std::is_same_v<Value, std::string>)
+      walk.text(field.key, field.name, value, field.limit);
+    else if constexpr (std::is_same_v<Value, std::vector<std::byte>>)
+      walk.octets(field.key, field.name, value, field.limit);
+    else if constexpr (std::is_same_v<Value, std::vector<uint64_t>>)
+      walk.list(field.key, field.name, value, field.limit, field.item_limit);
+    else if constexpr (std::is_integral_v<Value>)
+      walk.uint(field.key, field.name, value, field.limit);
+    else
+      walk.fixed(field.key, field.name, value);
+  });
 }
 
 // -- the directions --
@@ -156,39 +56,6 @@ class Walk {
   }
   std::string error_;
   const char* message_;
-};
-
-class CountFields {
- public:
-  uint32_t num_fields = 0;
-  template <class... Any>
-  void uint(Any&&...) {
-    ++num_fields;
-  }
-  template <class... Any>
-  void flag(Any&&...) {
-    ++num_fields;
-  }
-  template <class... Any>
-  void real(Any&&...) {
-    ++num_fields;
-  }
-  template <class... Any>
-  void text(Any&&...) {
-    ++num_fields;
-  }
-  template <class... Any>
-  void fixed(Any&&...) {
-    ++num_fields;
-  }
-  template <class... Any>
-  void octets(Any&&...) {
-    ++num_fields;
-  }
-  template <class... Any>
-  void list(Any&&...) {
-    ++num_fields;
-  }
 };
 
 // Returns the longest beginning of `text` within `max_bytes` that ends at a character.
@@ -216,7 +83,7 @@ class Encoder : public Walk {
     writer.boolean(value);
   }
   void real(uint64_t key, const char* field, double value, double minimum) {
-    if (!(value >= minimum && value <= kMaxReal)) refuse(field, "is out of range");
+    if (!(value >= minimum && value <= kMaxHandoverReal)) refuse(field, "is out of range");
     writer.uint(key);
     writer.real(value);
   }
@@ -278,9 +145,9 @@ class Decoder : public Walk {
     if (const uint64_t* whole = std::get_if<uint64_t>(&*found))
       number = static_cast<double>(*whole);
     if (const int64_t* whole = std::get_if<int64_t>(&*found)) number = static_cast<double>(*whole);
-    if (!(number >= minimum && number <= kMaxReal))  // false for NaN
+    if (!(number >= minimum && number <= kMaxHandoverReal))  // false for NaN
       return refuse(field, "allowed is a number " + std::to_string(minimum) + ".." +
-                               std::to_string(kMaxReal));
+                               std::to_string(kMaxHandoverReal));
     value = number;
   }
   void text(uint64_t key, const char* field, std::string& value, size_t max_bytes) {
@@ -356,19 +223,19 @@ HandoverMessage made(size_t index, std::index_sequence<I...>) {
 }  // namespace
 
 const char* handover_message_name(const HandoverMessage& message) {
-  return kNames[message.index()];
+  return std::visit([]<class Message>(const Message&) { return HandoverTable<Message>::kName; },
+                    message);
 }
 
 Result<std::vector<std::byte>> encode_handover(const HandoverMessage& message) {
   Encoder encoder(handover_message_name(message));
   std::visit(
-      [&](const auto& one) {
-        CountFields count;
-        walk(count, one);
-        encoder.writer.map(count.num_fields + 1);
+      [&]<class Message>(const Message& one) {
+        encoder.writer.map(uint32_t{std::tuple_size_v<decltype(HandoverTable<Message>::kFields)>} +
+                           1);
         encoder.writer.uint(0);
         encoder.writer.uint(message.index() + 1);
-        walk(encoder, one);
+        walk_fields(encoder, one);
       },
       message);
   std::vector<std::byte> bytes = std::move(encoder.writer).take();
@@ -402,7 +269,7 @@ Result<HandoverMessage> decode_handover(std::span<const std::byte> bytes) {
       made(static_cast<size_t>(type - 1), std::make_index_sequence<kNumTypes>());
   const char* const name = handover_message_name(message);
   Decoder decoder(name, map);
-  std::visit([&](auto& one) { walk(decoder, one); }, message);
+  std::visit([&](auto& one) { walk_fields(decoder, one); }, message);
   DFLASH_TRY(std::move(decoder).outcome());
   if (!map.empty())
     return Error{ErrorCode::kProtocol, std::string("message ") + name + ": unknown field " +

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dflash_moe import _core
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
 from dflash_moe.cli.simulated_members import SimulatedMembers
@@ -26,11 +27,6 @@ from dflash_moe.errors import ConfigError
 if TYPE_CHECKING:
     from dflash_moe._simulation import Report
 
-# The codes of csrc/base/error_code.h that calls end with.
-ERROR_NAMES = {
-    1: "invalid_argument", 2: "unsupported", 3: "protocol", 4: "checkpoint", 5: "worker_lost", 6: "timeout", 7: "range",
-    8: "worker_failed", 9: "system", 10: "out_of_memory", 11: "closed",
-}  # fmt: skip
 _DEFAULT_SEEDS = 100
 _PROGRESS_S = 5.0
 _SHOWN_VIOLATIONS = 5
@@ -109,7 +105,8 @@ class Summary:
         self.num_succeeded += report.num_succeeded
         self.num_abandoned += report.num_abandoned
         self.num_events += report.num_events
-        self.failed.update({ERROR_NAMES[code]: count for code, count in report.failed.items()})
+        names = {code: name for name, (code, _) in _core.error_codes().items()}
+        self.failed.update({names[code]: count for code, count in report.failed.items()})
         self.faults.update(report.faults)
         # The order of seeds counts, so that two runs are compared by one number.
         self.event_hash = ((self.event_hash ^ report.event_hash) * 0x100000001B3) % (1 << 64)

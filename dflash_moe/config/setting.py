@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_moe.config.values import NotBuiltError, Parser
+from dflash_moe.config.values import Parser
 from dflash_moe.errors import ConfigError, shown
 
 # The sections of a topology whose keys are settings of the table.
@@ -58,8 +58,6 @@ class Setting:
         """
         try:
             return self.parse(value)
-        except NotBuiltError:
-            raise ConfigError(f"{origin}: {shown(value)} is not built into this version; allowed: {self.allowed}") from None
         except ValueError:
             found = shown(value) if isinstance(value, str | int | float | bool | list | None) else repr(type(value).__name__)
             raise ConfigError(f"{origin}: {found} is not allowed; allowed: {self.allowed}") from None

@@ -53,8 +53,6 @@ DTYPES = ("f32", "f16", "bf16")
 MODES = ("auto", "batched", "stream")
 NUMERICS = ("exact", "close")
 TRANSPORTS = ("auto", "shared", "stream")
-# These words are known, so that the error says "not built" and not "misspelt".
-TRANSPORTS_TO_COME = ("fabric",)
 ISAS = ("reference", "scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16", "avx2", "avx512", "avx512vnni", "avx512bf16")
 # The largest slice has so many tokens. The bound is one of slots, not of calls.
 MAX_TOKENS = 4096
@@ -101,10 +99,9 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "transport", "--transport", f"{_IPC}TRANSPORT", "ipc.transport",
-        choice(*TRANSPORTS, to_come=TRANSPORTS_TO_COME), ", ".join(TRANSPORTS), "auto",
+        choice(*TRANSPORTS), ", ".join(TRANSPORTS), "auto",
         "auto: shared on the same host, else stream",
-        "Data path to the workers: a named one fails where it cannot be had (fabric is not built into this version)",
-        "NAME",
+        "Data path to the workers: a named one fails where it cannot be had", "NAME",
     ),
     Setting(
         "dtype", "--dtype", f"{_IPC}DTYPE", "ipc.dtype", choice(*DTYPES), "f32, f16, bf16", None, "the model's own",

@@ -104,15 +104,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-class NotBuiltError(ValueError):
-    """The value is known, but this version cannot serve it."""
-
-
-def choice(*allowed: str, to_come: tuple[str, ...] = ()) -> Parser:
+def choice(*allowed: str) -> Parser:
     def parse(value: object) -> str:
         word = value.strip().lower() if isinstance(value, str) else ""
-        if word in to_come:
-            raise NotBuiltError
         if word not in allowed:
             raise ValueError
         return word

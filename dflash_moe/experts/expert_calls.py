@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/calls.h).
-MAX_PATIENCE = 20
 
 
 # Completes an error of the client with what the runtime knows. Who keeps one keeps the runtime.
@@ -58,7 +56,7 @@ class ExpertCalls:
     @property
     def limit_s(self) -> float:
         """The seconds after which every call has ended, in one way or another."""
-        return MAX_PATIENCE * self._timeout_s() + 1.0
+        return _core.MAX_PATIENCE * self._timeout_s() + 1.0
 
     def _timeout_s(self) -> float:
         return self._placed.settings.call_timeout_s

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING
 from dflash_moe.errors import ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.framing import USER_TIMEOUT_MS
-from dflash_moe.protocol.handover import PathAnswered, PathOffered, PathTerms
+from dflash_moe.protocol.handover import HandoverMessage, PathAnswered, PathOffered, PathTerms
 
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.holders.fleet import Fleet
     from dflash_moe.holders.holder import Holder
-    from dflash_moe.protocol.schema import Message
 
 # The program makes its end of a data path within this time, which maps and zeroes memory.
 OFFER_S = 20.0
 # Sends a message with copies of descriptors to the program.
-Tell = Callable[["Message", Sequence[int]], None]
+Tell = Callable[[HandoverMessage, Sequence[int]], None]
 
 
 class HandedWorker:

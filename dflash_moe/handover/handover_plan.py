@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dflash_moe.errors import ConfigError
 from dflash_moe.experts.auto import cost_classes
 from dflash_moe.model.ffn import ACTIVATIONS, GATES
-from dflash_moe.protocol.handover import PlanHead, PlannedLayer, PlannedShard, PlannedTensor, PlannedWorker
+from dflash_moe.protocol.handover import HandoverMessage, PlanHead, PlannedLayer, PlannedShard, PlannedTensor, PlannedWorker
 from dflash_moe.protocol.messages import compress_experts
 from dflash_moe.topology import HOST
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.holders.placed_experts import PlacedExperts
     from dflash_moe.model.spec import LayerSpec, ModelSpec
-    from dflash_moe.protocol.schema import Message
     from dflash_moe.topology import Topology
 
 NS = 1_000_000_000
@@ -72,7 +71,7 @@ def check_holders(placed: PlacedExperts) -> None:
         )
 
 
-def plan_messages(model: HandoverModel, placed: PlacedExperts, slots: dict[str, _core.SlotPlan]) -> list[Message]:
+def plan_messages(model: HandoverModel, placed: PlacedExperts, slots: dict[str, _core.SlotPlan]) -> list[HandoverMessage]:
     """Returns the messages of the plan in their order. Workers are numbered in the order of the
     fleet.
     """

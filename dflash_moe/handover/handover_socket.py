@@ -23,11 +23,11 @@ from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     HANDOVER_CODEC,
+    HANDOVER_TOKEN_BYTES,
     HANDOVER_VERSION,
-    TOKEN_BYTES,
     OpenHandover,
     RefuseHandover,
-    cut_reason,
+    message_name,
 )
 
 PATH_VARIABLE = "DFLASH_MOE_HANDOVER"
@@ -54,7 +54,7 @@ class HandoverSocket:
         """Makes a folder of mode 0700 with a socket in it. Raises DflashError naming what the
         system refused.
         """
-        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._token = secrets.token_bytes(HANDOVER_TOKEN_BYTES)
         self._pid = 0
         self._is_taken = False
         with contextlib.ExitStack() as undo:
@@ -136,7 +136,7 @@ class HandoverSocket:
         greeting = connection.receive(deadline=time.monotonic() + GREETING_S, waiting_for="the greeting")
         connection.take_descriptors(0)
         if not isinstance(greeting, OpenHandover):
-            raise ProtocolError(f"expected OpenHandover, found {type(greeting).__name__}")
+            raise ProtocolError(f"expected OpenHandover, found {message_name(greeting)}")
         if greeting.version != HANDOVER_VERSION:
             return (
                 f"the program's library speaks version {greeting.version} of the hand-over, this supervisor "
@@ -182,6 +182,6 @@ def _turn_away(connection: Connection, text: str) -> None:
     """Says why and closes, after the other end has read it or had the time to."""
     deadline = time.monotonic() + REFUSAL_S
     with contextlib.closing(connection), contextlib.suppress(DflashError):
-        connection.send(RefuseHandover(text=cut_reason(text)), deadline=deadline)
+        connection.send(RefuseHandover(text=text), deadline=deadline)
         while True:
             connection.receive_payload(deadline=deadline, waiting_for="the end")

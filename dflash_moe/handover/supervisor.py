@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.handover.handed_worker import HandedWorker
@@ -26,13 +26,14 @@ from dflash_moe.holders.worker_keeper import WorkerKeeper
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     Counted,
+    HandoverMessage,
     PathOffered,
     PathWorn,
     Ready,
     RefuseHandover,
     TensorSeen,
     WorkerGone,
-    cut_reason,
+    message_name,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from dflash_moe.holders.events import Notice
     from dflash_moe.holders.holder import Holder
     from dflash_moe.holders.placed_experts import PlacedExperts
-    from dflash_moe.protocol.schema import Message
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ class Supervisor:
             self._spawn("dflash-paths", self._open_paths)
             while True:
                 # It ends with the program, or when `close` hangs up.
-                self._take(connection, connection.receive(deadline=None, waiting_for="the program"))
+                received = connection.receive(deadline=None, waiting_for="the program")
+                self._take(connection, cast(HandoverMessage, received))
         except PeerGone:
             log.info("the program has hung up")
             if not self.is_ready:
@@ -188,10 +189,10 @@ class Supervisor:
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(DflashError):
-                connection.send(RefuseHandover(text=cut_reason(str(error))), deadline=time.monotonic() + PARTING_S)
+                connection.send(RefuseHandover(text=str(error)), deadline=time.monotonic() + PARTING_S)
             connection.hang_up()
 
-    def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def _tell(self, message: HandoverMessage, descriptors: Sequence[int] = ()) -> None:
         connection = self._connection
         if connection is None:
             return
@@ -200,9 +201,9 @@ class Supervisor:
         except WorkerTimeout:
             # A part of the message may be on its way, so that nothing can follow it.
             connection.hang_up()
-            raise PeerGone(f"the program did not read {type(message).__name__} within {SEND_S:g} s") from None
+            raise PeerGone(f"the program did not read {message_name(message)} within {SEND_S:g} s") from None
 
-    def _take(self, connection: Connection, message: Message) -> None:
+    def _take(self, connection: Connection, message: HandoverMessage) -> None:
         """Does what the program asks. Raises ProtocolError for what it must not ask."""
         if isinstance(message, PathOffered):
             handed = self._of(message.worker)
@@ -225,7 +226,7 @@ class Supervisor:
         elif isinstance(message, Counted):
             self.counted = message
         else:
-            raise ProtocolError(f"the program sent {type(message).__name__}, which only the supervisor sends")
+            raise ProtocolError(f"the program sent {message_name(message)}, which only the supervisor sends")
 
     def _of(self, index: int) -> HandedWorker:
         if index >= len(self._handed):
@@ -313,7 +314,7 @@ class Supervisor:
             handed.lost = reason or "the program gives no reason"
         with contextlib.suppress(DflashError):
             if self._is_planned and not is_told:
-                self._tell(WorkerGone(worker=handed.index, reason=cut_reason(handed.lost)))
+                self._tell(WorkerGone(worker=handed.index, reason=handed.lost))
         self._events.happen(handed.holder, Happening.LOST, handed.lost)
 
     # -- what the keeper of workers asks for (worker_keeper.Calls) ---------------------------------

@@ -194,8 +194,8 @@ def slice_source(checkpoint: Checkpoint, name: str, index: int, outputs: int, in
 
 
 def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
-    """Returns a MatrixSource of `_core`. Floats have strides in elements, and blocks the step from
-    row to row in bytes.
+    """Returns a matrix as `_core` takes it. Floats have strides in elements, and blocks the step
+    from row to row in bytes.
     """
     if pattern is None:
         return None
@@ -274,7 +274,7 @@ def _fp8_scales(checkpoint: Checkpoint, place: _Place, first: int, step: int, in
 
 
 def _packed_source(checkpoint: Checkpoint, place: _Place, outputs: int, inputs: int) -> tuple[Any, ...]:
-    """Returns the MatrixSource of packed integers, whose rows of words have steps in bytes."""
+    """Returns the matrix of packed integers, whose rows of words have steps in bytes."""
     packed, scales = place.info.packed, place.info.scales
     assert packed is not None
     assert scales is not None

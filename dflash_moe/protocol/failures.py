@@ -9,7 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Iterable
+from typing import cast
 
+from dflash_moe import _core
 from dflash_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -22,9 +25,9 @@ from dflash_moe.errors import (
 )
 from dflash_moe.protocol.messages import Refusal
 
-# 1..11 are the codes of csrc/base/error_code.h (a test compares them); 64 and up exist only on the
-# control connection.
-INTERNAL = 8
+# The codes of the core, by name; 64 and up exist only on the control connection.
+_CORE = _core.error_codes()
+INTERNAL = _CORE["worker_failed"][0]
 BUSY = 64
 CROWDED = 65
 LEAVING = 66
@@ -37,30 +40,20 @@ class CrowdedOut(WorkerError):
 
 
 ERROR_CLASSES: dict[int, type[DflashError]] = {
-    1: ConfigError,
-    2: UnsupportedError,
-    3: ProtocolError,
-    4: CheckpointError,
-    5: WorkerLost,
-    6: WorkerTimeout,
-    7: WorkerError,
-    8: WorkerError,
-    9: DflashError,
-    10: DflashError,
-    11: DflashError,
+    **dict(cast("Iterable[tuple[int, type[DflashError]]]", _CORE.values())),
     BUSY: WorkerError,
     CROWDED: CrowdedOut,
     LEAVING: WorkerLost,
 }
 _CODES: dict[type[DflashError], int] = {
-    ConfigError: 1,
-    UnsupportedError: 2,
-    ProtocolError: 3,
-    CheckpointError: 4,
-    WorkerLost: 5,
-    WorkerTimeout: 6,
-    WorkerError: 8,
-    DflashError: 9,
+    ConfigError: _CORE["invalid_argument"][0],
+    UnsupportedError: _CORE["unsupported"][0],
+    ProtocolError: _CORE["protocol"][0],
+    CheckpointError: _CORE["checkpoint"][0],
+    WorkerLost: _CORE["worker_lost"][0],
+    WorkerTimeout: _CORE["timeout"][0],
+    WorkerError: INTERNAL,
+    DflashError: _CORE["system"][0],
     CrowdedOut: CROWDED,
 }
 

@@ -18,10 +18,12 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.failures import descriptor_limit_text, system_failure
+from dflash_moe.protocol.handover import HandoverCodec, HandoverMessage
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Codec, Message
 from dflash_moe.topology.addresses import is_loopback
@@ -99,7 +101,7 @@ class Connection:
     It owns `sock` and every received descriptor that was not taken, until `close()`.
     """
 
-    def __init__(self, sock: socket.socket, codec: Codec = CODEC) -> None:
+    def __init__(self, sock: socket.socket, codec: Codec | HandoverCodec = CODEC) -> None:
         """Takes ownership of `sock`, on which both ends speak the messages of `codec`, by default
         those of a session. Raises PeerGone where it is not connected any more, and closes it then.
         """
@@ -111,7 +113,7 @@ class Connection:
             sock.close()
             raise PeerGone(f"the peer hung up at once: {error.strerror}") from None
         self._sock = sock
-        self._codec = codec
+        self._codec: Any = codec
         self._can_pass = sock.family == socket.AF_UNIX
         self._secure: _core.SecureSocket | None = None
         self._send_lock = threading.Lock()
@@ -219,7 +221,7 @@ class Connection:
         """
         self._wait(select.POLLIN, deadline, waiting_for)
 
-    def send(self, message: Message, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Message | HandoverMessage, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
         """Writes one message. Copies of the descriptors travel with it, and the caller keeps its
         own. Raises PeerGone, WorkerTimeout, and ProtocolError for a field outside its limits.
         """
@@ -273,7 +275,8 @@ class Connection:
         limit where descriptors came that this process may not open.
         """
         payload = self.receive_payload(deadline=deadline, waiting_for=waiting_for)
-        return self._codec.decode(payload, ignore_unknown=self.ignore_unknown)
+        message: Message = self._codec.decode(payload, ignore_unknown=self.ignore_unknown)
+        return message
 
     def receive_payload(self, *, deadline: float | None, waiting_for: str) -> bytes:
         """Returns the raw bytes of the next frame, with the waits and errors of `receive`."""

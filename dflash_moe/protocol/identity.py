@@ -15,7 +15,7 @@ from dflash_moe.protocol.messages import Hello, HelloReply
 from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.topology.numerics import CLASSES
 
-DTYPES = ("f32", "f16", "bf16")
+DTYPES = tuple(_core.wire_dtypes())
 # Hello tells the peer which transports this end has.
 CAPABILITIES = tuple(TRANSPORTS)
 

@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from dflash_moe import _core
 from dflash_moe.errors import ProtocolError
 from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Octets, Table, Text, Tree, Uint, Wire
 
@@ -40,8 +41,7 @@ _NAME = Text(128)
 _DTYPE = Text(8)
 _NUMERICS = Text(64)
 _WORDS = ListOf(Text(64), 64)
-# The limit is kMaxHandoverBytes of csrc/transport/kinds.h.
-_HANDOVER = Octets(4096)
+_HANDOVER = Octets(_core.MAX_HANDOVER_BYTES)
 
 
 class Role(enum.IntEnum):

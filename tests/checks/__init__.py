@@ -2,7 +2,7 @@
 tests.checks`.
 
 Each module offers `find(root) -> list[str]`: one line per violation, naming file and line and what
-to do. Nothing here depends on the product, except `stub_parity` and `messages_table`, which look at
-the built package.
+to do. Nothing here depends on the product, except `stub_parity`, `stubs` and `message_tables`,
+which look at the built package.
 SPDX-License-Identifier: Apache-2.0
 """

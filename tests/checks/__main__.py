@@ -26,6 +26,7 @@ from tests.checks import (
     room_picture,
     sizes,
     stub_parity,
+    stubs,
     waits,
     wheel_versions,
 )
@@ -49,6 +50,7 @@ CHECKS = (
     generated_figures,
     result_trees,
     stub_parity,
+    stubs,
     wheel_versions,
 )
 

@@ -22,7 +22,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "wait client": "bounded: each turn waits at most kSignalPeriodNs, the whole until the caller's deadline",
     },
     "csrc/bindings/bind_secure.cc": {"lock box.mutex": _NEVER_BLOCKS},
-    "csrc/bindings/secure_box.h": {"lock mutex": _NEVER_BLOCKS},
+    "csrc/bindings/boxes.h": {"lock mutex": _NEVER_BLOCKS},
     "csrc/c_interface/connection.cc": {
         "::connect": "bounded: the socket is non-blocking, so a busy listener answers EAGAIN, and tries end at the deadline",
         "::poll": "bounded: its timeout is what is left until the deadline, a nap of 10 ms, or none",
@@ -92,9 +92,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/simulation/bindings/module.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bell_echo.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
-    },
-    "csrc/measure/bells/sim_bells.cc": {
-        "spin sched_yield": "bounded: one turn of the simulated queue; DeviceRuntime::wait, which runs it, has a deadline",
     },
     "csrc/measure/floor.cc": {
         "::recv": "bounded: set_timeouts gave the socket SO_RCVTIMEO before the pipe was made",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from tests.checks import documents
 
 DOCUMENT = "docs/protocol.md"
 NAMES = ("messages", "handover")
+# Number, name, text and fields of a message; a field is key, name, kind, and what becomes of a
+# message without it.
+Table = tuple[int, str, str, Sequence[tuple[int, str, str, str]]]
 
 
 def find(root: Path) -> list[str]:
@@ -27,7 +30,7 @@ def find(root: Path) -> list[str]:
     if not path.exists():
         return [f"{DOCUMENT} is missing; it is the protocol's normative text"]
     text = path.read_text(encoding="utf-8")
-    return [finding for name in NAMES for finding in find_in_text(text, render(_schemas(name)), name)]
+    return [finding for name in NAMES for finding in find_in_text(text, rendered(name), name)]
 
 
 def find_in_text(text: str, expected: str, name: str = NAMES[0]) -> list[str]:
@@ -51,32 +54,43 @@ def _padded(text: str, other: str) -> list[str]:
     return lines + [""] * (len(others) - len(lines))
 
 
-def _schemas(name: str) -> Mapping[int, Any]:
-    from dflash_moe.protocol.handover import HANDOVER_CODEC
-    from dflash_moe.protocol.messages import CODEC
+def rendered(name: str) -> str:
+    """Returns what stands in the block of this name."""
+    if name == "messages":
+        from dflash_moe.protocol.messages import CODEC
 
-    return {"messages": CODEC, "handover": HANDOVER_CODEC}[name].schemas
+        return render(_of_schemas(CODEC.schemas))
+    from dflash_moe import _core
+
+    longer = {"PathTerms": "PathTermsMessage", "Ready": "HandoverReady"}
+    return render(
+        (number, name, getattr(_core, longer.get(name, name)).__doc__ or "", [(*field, "refused") for field in fields])
+        for number, (name, fields) in enumerate(_core.handover_tables(), start=1)
+    )
 
 
-def render(schemas: Mapping[int, Any]) -> str:
+def _of_schemas(schemas: Mapping[int, Any]) -> Iterable[Table]:
+    for number, schema in sorted(schemas.items()):
+        fields = []
+        for item in sorted(schema.fields, key=lambda field: field.key):
+            missing = "refused" if item.default is dataclasses.MISSING else f"`{item.default!r}`"
+            fields.append((item.key, item.name, item.kind.describe(), missing))
+        yield number, schema.cls.__name__, schema.cls.__doc__ or "", fields
+
+
+def render(tables: Iterable[Table]) -> str:
     """Returns Markdown by ascending type number: a heading, the first paragraph of the docstring,
     and then the table of fields.
     """
     parts = []
-    for number, schema in sorted(schemas.items()):
-        paragraph = (schema.cls.__doc__ or "").strip().split("\n\n")[0]
-        purpose = " ".join(line.strip() for line in paragraph.splitlines())
-        parts.append(f"#### {number} {schema.cls.__name__}\n\n{purpose}\n")
-        parts.append("\n".join(_field_rows(schema.fields)) + "\n" if schema.fields else "No fields.\n")
+    for number, name, doc, fields in tables:
+        purpose = " ".join(line.strip() for line in doc.strip().split("\n\n")[0].splitlines())
+        parts.append(f"#### {number} {name}\n\n{purpose}\n")
+        rows = [f"| {key} | `{field}` | {kind} | {missing} |" for key, field, kind, missing in fields]
+        parts.append(
+            "\n".join(["| key | field | kind | when missing |", "|---|---|---|---|", *rows]) + "\n" if rows else "No fields.\n"
+        )
     return "\n" + "\n".join(parts) + "\n"
-
-
-def _field_rows(fields: Iterable[Any]) -> Iterable[str]:
-    yield "| key | field | kind | when missing |"
-    yield "|---|---|---|---|"
-    for item in sorted(fields, key=lambda field: field.key):
-        missing = "refused" if item.default is dataclasses.MISSING else f"`{item.default!r}`"
-        yield f"| {item.key} | `{item.name}` | {item.kind.describe()} | {missing} |"
 
 
 def rewrite(root: Path) -> None:
@@ -88,7 +102,7 @@ def rewrite(root: Path) -> None:
         if block is None:
             raise SystemExit(f"{DOCUMENT}: no block is marked '{name}'")
         begin = text.index(f"<!-- begin {name} -->\n") + len(f"<!-- begin {name} -->\n")
-        text = text[:begin] + render(_schemas(name)) + text[begin + len(block) :]
+        text = text[:begin] + rendered(name) + text[begin + len(block) :]
     path.write_text(text, encoding="utf-8")
 
 

@@ -1,5 +1,5 @@
 """Fuzzes the control plane: `fuzz_control_messages.py SECONDS [SEED]`. Any bytes decode to a
-message or to a ProtocolError, in a session and in a hand-over.
+message or to a ProtocolError. (Those of a hand-over have fuzz_handover.cc.)
 
 Mutates real messages as bytes and as msgpack trees, and feeds the result to the codec and, framed,
 to a connection. A message that decodes must encode and decode to itself. A finding is printed, kept
@@ -23,7 +23,6 @@ import msgpack
 
 from dflash_moe.errors import ProtocolError, WorkerTimeout
 from dflash_moe.protocol.framing import Connection, PeerGone
-from dflash_moe.protocol.handover import HANDOVER_CODEC
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import (
     Binary,
@@ -50,7 +49,7 @@ _EDGES: tuple[Any, ...] = (
 
 def seeds() -> list[bytes]:
     """One valid message of every type."""
-    return [codec.encode(_example(schema)) for codec in (CODEC, HANDOVER_CODEC) for schema in codec.schemas.values()]
+    return [CODEC.encode(_example(schema)) for schema in CODEC.schemas.values()]
 
 
 def _example(schema: Any) -> Message:
@@ -112,8 +111,8 @@ def _mutate_tree(data: bytes, random_: random.Random) -> bytes:
 
 
 def examine(data: bytes) -> str | None:
-    """What is wrong with how the codecs and the framing take `data`; None when nothing is."""
-    return _examine_message(CODEC, data) or _examine_message(HANDOVER_CODEC, data) or _examine_frame(data)
+    """What is wrong with how the codec and the framing take `data`; None when nothing is."""
+    return _examine_message(CODEC, data) or _examine_frame(data)
 
 
 def _examine_message(codec: Codec, data: bytes) -> str | None:

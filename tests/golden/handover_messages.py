@@ -1,18 +1,18 @@
 """The messages of a hand-over, every type once.
 
 `python -m tests.golden.handover_messages` prints them as tests/golden/handover/messages.txt holds
-them: the message's name and its bytes in hexadecimal. The Python codec and the library's
-(csrc/wire/handover_messages.h) are both held to that file.
+them: the message's name and its bytes in hexadecimal. The codec of
+csrc/wire/handover_messages.h is held to that file.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
+from dflash_moe import _core
 from dflash_moe.protocol import handover as h
-from dflash_moe.protocol.schema import Message
 
-MESSAGES: tuple[Message, ...] = (
-    h.OpenHandover(version=h.HANDOVER_VERSION, token=bytes(range(h.TOKEN_BYTES)), layout=0x12345678),
+MESSAGES: tuple[h.HandoverMessage, ...] = (
+    h.OpenHandover(version=h.HANDOVER_VERSION, token=bytes(range(h.HANDOVER_TOKEN_BYTES)), layout=0x12345678),
     h.RefuseHandover(text="another client is connected \u2013 close it"),
     h.PlanHead(
         num_workers=2, num_layers=1, num_shards=2, num_tensors=3, architecture="qwen3moe", fingerprint="ab" * 32,
@@ -50,7 +50,8 @@ MESSAGES: tuple[Message, ...] = (
 
 def lines() -> list[str]:
     """Returns the lines of the golden file, without their ends."""
-    return [f"{type(message).__name__} {h.HANDOVER_CODEC.encode(message).hex()}" for message in MESSAGES]
+    names = [name for name, _ in _core.handover_tables()]
+    return [f"{name} {h.HANDOVER_CODEC.encode(message).hex()}" for name, message in zip(names, MESSAGES, strict=True)]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from dflash_moe.cli.bench.run import JsonOption, measuring
 from dflash_moe.errors import ConfigError, DflashError
 
 BACKENDS = ("cuda", "hip", "sim")
-KINDS = {"kernel": "a kernel", "stream": "the stream", "call": "the stream, by calls of the host"}
 # A device step takes no more rows (kMostStepTokens of the core).
 MAX_STEP_TOKENS = 64
 
@@ -35,8 +34,8 @@ def doorbell(
     ] = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Which memory a card takes from the host, and what ringing a processor from it costs, by every
-    way it has (1 minute).
+    """Which memory a card takes from the host, and what ringing a processor from it costs
+    (1 minute).
     """
     from bench.lab.doorbell import DoorbellParams, run_doorbell
 
@@ -50,16 +49,16 @@ def print_doorbell(rows: Sequence[Mapping[str, Any]]) -> None:
     with the words of the driver.
     """
     memory = options.table("memory", "registers", "MiB", "ms")
-    trips = options.table("who rings and waits", "who answers", "memory", "rounds", "p50", "p99", "least", "mark", "works")
+    trips = options.table("who answers", "memory", "rounds", "p50", "p99", "least", "mark", "works")
     for row in rows:
         works = "yes" if row["passed"] else "no"
-        if "kind" not in row:
+        if "echo" not in row:
             size = f"{row['bytes'] / 2**20:.1f}" if row["passed"] and row["bytes"] else "-"
             memory.add_row(row["memory"], works, size, f"{row['median_s'] * 1e3:.2f}" if row["passed"] else "-")
             continue
         figures = [f"{row[key]:.2f}" if key in row else "-" for key in ("p50_us", "p99_us", "min_us")]
         mark = f"{row['mark_us']:g}" if row["mark_us"] is not None else "-"
-        trips.add_row(KINDS[row["kind"]], row["echo"], row["memory"], str(row["rounds"]), *figures, mark, works)
+        trips.add_row(row["echo"], row["memory"], str(row["rounds"]), *figures, mark, works)
     options.show(memory)
     options.show(trips)
     for row in rows:

@@ -14,7 +14,7 @@
 namespace dflash::compute {
 
 struct MatrixView;    // formats/matrix_view.h
-struct PackedOutput;  // panels/unpack.h
+struct PackedOutput;  // panels/pack.h
 
 // Inputs per chain of fmas: the K block of f32-canonical.
 inline constexpr uint32_t kChainLength = 256;
@@ -74,7 +74,7 @@ struct KernelSet {
   void (*pack)(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width,
                std::byte* packed);
   // Reads one output back out of what `pack` has laid; null where unpack_output is right
-  // (panels/unpack.h).
+  // (panels/pack.h).
   void (*unpack)(const PackedOutput& output, float* values);
   // How rows reach the matrix kernels: `encode` turns `count` float32 values into
   // encoded_bytes(count) bytes at a 64-byte aligned address. Both are null where rows stay float32.

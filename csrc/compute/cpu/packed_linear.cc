@@ -12,7 +12,6 @@
 #include "compute/cpu/first_overflow.h"
 #include "compute/cpu/panels/matrix_packer.h"
 #include "compute/cpu/panels/pack.h"
-#include "compute/cpu/panels/unpack.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "compute/formats/stored_rows.h"
+#include "compute/formats/plain_rows.h"
 
 namespace dflash::compute {
 namespace {

@@ -1,6 +1,5 @@
 // Decides whether rows are better read from their file than through the mapping, and reads them.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/formats/stored_rows.h"
 
 #include <algorithm>
 

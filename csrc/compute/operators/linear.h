@@ -1,6 +1,6 @@
 // What a linear layer of a host computes: an expert with one matrix, of which several can share
-// their rows. The reference (reference/linear.h) and the processor (cpu/packed_linear.h) do what
-// stands here.
+// their rows. The reference (reference/row_operators.h) and the processor (cpu/packed_linear.h) do
+// what stands here.
 //
 //   out[r, o] = round(bias[o] + sum over i of weight[o, i] * row[r, input_column + i]
 //                     (+ residual[r, o]))

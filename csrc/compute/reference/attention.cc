@@ -1,6 +1,6 @@
 // Paged attention in the words of operators/attention.h.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/reference/attention.h"
+#include "compute/reference/row_operators.h"
 
 #include <algorithm>
 #include <bit>

@@ -1,6 +1,6 @@
 // Computes BFDOT's rounding to odd by way of float64 sums that carry what they lack.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/reference/bf16_bfdot.h"
+#include "compute/reference/bf16_dot.h"
 
 #include <algorithm>
 #include <bit>

@@ -8,7 +8,6 @@
 
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
-#include "compute/reference/bf16_bfdot.h"
 #include "compute/reference/bf16_dot.h"
 
 namespace dflash::compute {

@@ -1,6 +1,6 @@
 // A linear layer one output at a time.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/reference/linear.h"
+#include "compute/reference/row_operators.h"
 
 #include <cmath>
 #include <limits>

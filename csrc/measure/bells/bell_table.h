@@ -2,12 +2,12 @@
 // Vendor names the backend and opens a device:
 //
 //   static constexpr const char* kName;
-//   static Result<BellMachine> open(uint32_t device);
+//   // A device with the kernel of bell_kernels.h.
+//   static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open(uint32_t device);
 //
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
 #include <memory>
 #include <set>
 #include <string>
@@ -18,20 +18,10 @@
 #include "plugin/abi_records.h"
 #include "plugin/answered.h"
 
-namespace dflash::measure {
-
-// A device with the kernel of bell_kernels.h, and the ways of its queue to ring.
-struct BellMachine {
-  std::unique_ptr<compute::gpu::DeviceRuntime> runtime;
-  std::unique_ptr<QueueWords> words;
-};
-
-}  // namespace dflash::measure
-
 // What the table's device stands for. Its maps end before its host does.
 struct dflash_bell_device {
-  explicit dflash_bell_device(dflash::measure::BellMachine machine)
-      : host(std::move(machine.runtime)), words(std::move(machine.words)), bells(host, *words) {}
+  explicit dflash_bell_device(std::unique_ptr<dflash::compute::gpu::DeviceRuntime> runtime)
+      : host(std::move(runtime)), bells(host) {}
   ~dflash_bell_device() {
     while (!mapped.empty()) unmap(*mapped.begin());
   }
@@ -42,7 +32,6 @@ struct dflash_bell_device {
   }
 
   dflash::compute::gpu::GpuHost host;
-  std::unique_ptr<dflash::measure::QueueWords> words;
   dflash::measure::GpuBells bells;
   std::set<std::byte*> mapped;
 };
@@ -82,21 +71,13 @@ inline int32_t map_memory(dflash_bell_device* device, void* memory, uint64_t num
 inline int32_t ring(dflash_bell_device* device, dflash_bell_rounds* given, dflash_error* error) {
   return answered(error, [&]() -> Status {
     dflash_bell_rounds bells = plugin::read_record(given);
-    const bool has_words =
-        bells.ring != nullptr && bells.answer != nullptr && bells.release != nullptr;
-    if (device == nullptr ||
-        (bells.kind == DFLASH_BELL_CALL ? bells.calls_ns == nullptr : !has_words))
-      return missing("bells table: device, a word or times");
-    if (bells.kind > DFLASH_BELL_CALL)
-      return Error{ErrorCode::kInvalidArgument,
-                   "bells table: a bell of kind " + std::to_string(bells.kind) + " is unknown"};
-    auto rung = device->bells.ring(
-        {static_cast<uint32_t*>(bells.ring), static_cast<const uint32_t*>(bells.answer),
-         bells.release, bells.first, bells.num_rounds, std::chrono::nanoseconds(bells.budget_ns)},
-        static_cast<BellKind>(bells.kind));
+    if (device == nullptr || bells.ring == nullptr || bells.answer == nullptr)
+      return missing("bells table: device or a word");
+    auto rung = device->bells.ring({static_cast<uint32_t*>(bells.ring),
+                                    static_cast<const uint32_t*>(bells.answer), bells.first,
+                                    bells.num_rounds, std::chrono::nanoseconds(bells.budget_ns)});
     if (!rung.ok()) return std::move(rung).error();
-    bells.num_done = rung.value().num_done;
-    std::copy(rung.value().calls_ns.begin(), rung.value().calls_ns.end(), bells.calls_ns);
+    bells.num_done = rung.value();
     plugin::write_record(given, bells);
     return ok();
   });
@@ -117,9 +98,9 @@ const dflash_bells_table* bells_table_of() {
       return plugin::answered(error, [&]() -> Status {
         if (opened == nullptr || name == nullptr)
           return plugin::missing("bells table: device or name");
-        auto machine = Vendor::open(device);
-        if (!machine.ok()) return std::move(machine).error();
-        auto box = std::make_unique<dflash_bell_device>(std::move(machine).value());
+        auto runtime = Vendor::open(device);
+        if (!runtime.ok()) return std::move(runtime).error();
+        auto box = std::make_unique<dflash_bell_device>(std::move(runtime).value());
         plugin::set_text(*reinterpret_cast<char (*)[DFLASH_TEXT_BYTES]>(name), box->host.name());
         *opened = box.release();
         return ok();

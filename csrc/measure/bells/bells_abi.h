@@ -11,30 +11,23 @@
 extern "C" {
 #endif
 
-#define DFLASH_BELLS_ABI_VERSION 1u /* changes only where appending is not enough */
+#define DFLASH_BELLS_ABI_VERSION 2u /* changes only where appending is not enough */
 #define DFLASH_BELLS_SYMBOL "dflash_bells"
 
 typedef struct dflash_bell_device dflash_bell_device; /* one device, with a queue of its own */
 
-#define DFLASH_BELL_KERNEL 0u /* a kernel stores and polls */
-#define DFLASH_BELL_STREAM 1u /* the device's queue itself stores and waits */
-#define DFLASH_BELL_CALL 2u   /* the queue calls the host and uses no words */
-
 /* A ping-pong of the device with a processor. */
 typedef struct dflash_bell_rounds {
   uint32_t struct_size;
-  uint32_t kind;
+  uint32_t reserved;
   /* The device's addresses of two words, from map_memory or of pinned memory. The device writes the
    * round's number to `ring`, and the answer to it is the same number. */
   void* ring;
   const void* answer;
-  uint32_t* release; /* the answer's word as the host may write it, to end waits of the queue */
   uint32_t first, num_rounds;
   int64_t budget_ns; /* for all rounds together */
-  int64_t* calls_ns; /* [num_rounds], the caller's memory: for DFLASH_BELL_CALL, when each call was
-                        made, by the steady clock */
-  uint32_t num_done; /* filled in: rounds answered in time; whole batches for DFLASH_BELL_STREAM */
-  uint32_t reserved;
+  uint32_t num_done; /* filled in: rounds answered in time */
+  uint32_t reserved_too;
 } dflash_bell_rounds;
 
 typedef struct dflash_bells_table {
@@ -55,8 +48,8 @@ typedef struct dflash_bells_table {
   int32_t (*map_memory)(dflash_bell_device* device, void* memory, uint64_t num_bytes,
                         uint32_t is_read_only, void** mapped, dflash_error* error);
   void (*unmap_memory)(dflash_bell_device* device, void* memory);
-  /* Rings, and returns once all rounds are done or the budget is over. kUnsupported where the
-   * driver has no such way. */
+  /* Rings by a kernel that stores and polls, as device steps do, and returns once all rounds are
+   * done or the budget is over. */
   int32_t (*ring)(dflash_bell_device* device, dflash_bell_rounds* bells, dflash_error* error);
 } dflash_bells_table;
 

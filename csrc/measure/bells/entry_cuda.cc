@@ -14,16 +14,11 @@ namespace {
 
 struct Cuda {
   static constexpr const char* kName = "cuda";
-  static Result<BellMachine> open(uint32_t device) {
+  static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open(uint32_t device) {
     auto driver = compute::gpu::open_cuda_driver({dflash_bell_kernels_cuda, DFLASH_CUDA_MAJOR,
                                                   DFLASH_CUDA_LEAST_ARCH, DFLASH_CUDA_HAS_SM90A});
     if (!driver.ok()) return std::move(driver).error();
-    auto runtime =
-        compute::gpu::make_module_runtime(std::move(driver).value(), device, kBellKernels);
-    if (!runtime.ok()) return std::move(runtime).error();
-    auto words = open_cuda_queue_words(*runtime.value());
-    if (!words.ok()) return std::move(words).error();
-    return BellMachine{std::move(runtime).value(), std::move(words).value()};
+    return compute::gpu::make_module_runtime(std::move(driver).value(), device, kBellKernels);
   }
 };
 

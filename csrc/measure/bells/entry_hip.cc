@@ -17,17 +17,14 @@ namespace {
 
 struct Hip {
   static constexpr const char* kName = "hip";
-  static Result<BellMachine> open(uint32_t device) {
+  static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open(uint32_t device) {
     auto driver = compute::gpu::open_hip_driver({
 #define DFLASH_HIP_OBJECT(architecture, path) {#architecture, dflash_bell_kernels_##architecture},
 #include DFLASH_HIP_OBJECTS
 #undef DFLASH_HIP_OBJECT
     });
     if (!driver.ok()) return std::move(driver).error();
-    auto runtime =
-        compute::gpu::make_module_runtime(std::move(driver).value(), device, kBellKernels);
-    if (!runtime.ok()) return std::move(runtime).error();
-    return BellMachine{std::move(runtime).value(), no_queue_words(kName)};
+    return compute::gpu::make_module_runtime(std::move(driver).value(), device, kBellKernels);
   }
 };
 

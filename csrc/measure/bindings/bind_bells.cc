@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/errors.h"
-#include "bindings/plugin_directory.h"
 #include "measure/bell_device.h"
 #include "measure/bell_echo.h"
 #include "measure/bindings/module.h"
@@ -44,13 +44,6 @@ SharedDevice open_device(const std::string& backend, uint32_t device) {
 }
 
 int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
-
-uint32_t parse_kind(const std::string& kind) {
-  if (kind == "kernel") return DFLASH_BELL_KERNEL;
-  if (kind == "stream") return DFLASH_BELL_STREAM;
-  if (kind == "call") return DFLASH_BELL_CALL;
-  raise(Error{ErrorCode::kInvalidArgument, "bell '" + kind + "' is none of kernel, stream, call"});
-}
 
 class BellMemory {
  public:
@@ -114,26 +107,20 @@ class BellMemory {
     return answer_bells({ring_, answer_, first, rounds, nanoseconds(timeout_s)});
   }
 
-  // Returns the number of rounds that were answered, and when the host was called.
-  std::pair<uint32_t, std::vector<int64_t>> ring(BellDevice& device, const std::string& kind,
-                                                 uint32_t first, uint32_t rounds, double budget_s) {
+  // Returns the number of rounds that were answered.
+  uint32_t ring(BellDevice& device, uint32_t first, uint32_t rounds, double budget_s) {
     auto bells = plugin::new_record<dflash_bell_rounds>();
-    std::vector<int64_t> calls(rounds);
-    bells.kind = parse_kind(kind);
     bells.ring = device_ring_;
     bells.answer = device_answer_;
-    bells.release = answer_;
     bells.first = first;
     bells.num_rounds = rounds;
     bells.budget_ns = nanoseconds(budget_s);
-    bells.calls_ns = calls.data();
     Status rung = [&] {
       py::gil_scoped_release unlocked;
       return device.ring(bells);
     }();
     unwrap(std::move(rung));
-    calls.resize(bells.kind == DFLASH_BELL_CALL ? bells.num_done : 0);
-    return {bells.num_done, std::move(calls)};
+    return bells.num_done;
   }
 
  private:
@@ -157,19 +144,32 @@ class BellMemory {
 }  // namespace
 
 void bind_bells(py::module_& module) {
-  py::class_<BellDevice, SharedDevice>(module, "BellDevice")
+  py::class_<BellDevice, SharedDevice>(
+      module, "BellDevice",
+      "A card, or a simulated one, with the kernel that rings. UnsupportedError says what to do "
+      "where its plug-in is missing or cannot be used, and ConfigError is for a device that does "
+      "not exist.")
       .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0)
       .def_property_readonly("name", &BellDevice::name);
-  py::class_<BellMemory>(module, "BellMemory")
+  py::class_<BellMemory>(module, "BellMemory",
+                         "Two words for a ping-pong of a device and a processor (`bench "
+                         "doorbell`), with both ends of it.")
       .def_static("of_segments", &BellMemory::of_segments, py::kw_only(), py::arg("is_open"),
-                  py::arg("slot_bytes"))
+                  py::arg("slot_bytes"),
+                  "The words are the heads of two segments. Open segments have no seal against "
+                  "writing (segment.h).")
       .def_static("pinned", &BellMemory::pinned, py::arg("device"))
-      .def("map", &BellMemory::map, py::arg("device"))
+      .def("map", &BellMemory::map, py::arg("device"),
+           "Returns the bytes that were mapped, 0 for pinned memory. UnsupportedError has the "
+           "driver's words.")
       .def("unmap", &BellMemory::unmap, py::arg("device"))
       .def("answer", &BellMemory::answer, py::kw_only(), py::arg("first"), py::arg("rounds"),
-           py::arg("timeout_s"))
-      .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("kind"),
-           py::arg("first"), py::arg("rounds"), py::arg("budget_s"));
+           py::arg("timeout_s"),
+           "Returns when each round was seen, in nanoseconds of the monotonic clock. There are "
+           "fewer than `rounds` where the time was over.")
+      .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("first"),
+           py::arg("rounds"), py::arg("budget_s"),
+           "Returns the number of rounds that were answered. UnsupportedError, WorkerTimeout.");
 }
 
 }  // namespace dflash::measure

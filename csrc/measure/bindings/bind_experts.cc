@@ -11,6 +11,7 @@
 #include "base/convert.h"
 #include "bindings/arguments.h"
 #include "bindings/backend_device.h"
+#include "bindings/typed.h"
 #include "measure/bindings/module.h"
 #include "measure/gemm_benchmark.h"
 #include "measure/layer_benchmark.h"
@@ -33,7 +34,7 @@ using IndexArray = py::array_t<uint16_t, py::array::c_style | py::array::forceca
 
 class PyLayerBenchmark {
  public:
-  PyLayerBenchmark(const py::dict& spec, uint32_t num_experts, uint32_t num_layers,
+  PyLayerBenchmark(const bindings::Fields& spec, uint32_t num_experts, uint32_t num_layers,
                    const std::string& weight_dtype, const std::string& isa, uint32_t num_threads,
                    uint64_t seed, const std::string& numerics, const BackendDevice* device)
       : is_on_device_(device != nullptr) {
@@ -123,33 +124,52 @@ std::vector<double> peak_of(const std::string& isa, uint32_t num_threads, uint32
 }
 
 template <auto kMeasure>
-void bind_multiply_adds(py::module_& module, const char* name) {
+void bind_multiply_adds(py::module_& module, const char* name, const char* doc) {
   module.def(name, &peak_of<kMeasure, double>, py::arg("isa"), py::arg("num_threads"),
-             py::arg("rounds"), py::arg("milliseconds") = 5.0);
+             py::arg("rounds"), py::arg("milliseconds") = 5.0, doc);
 }
 
 }  // namespace
 
 void bind_experts(py::module_& module) {
-  py::class_<PyLayerBenchmark>(module, "LayerBenchmark")
-      .def(py::init<const py::dict&, uint32_t, uint32_t, const std::string&, const std::string&,
-                    uint32_t, uint64_t, const std::string&, const BackendDevice*>(),
+  py::class_<PyLayerBenchmark>(
+      module, "LayerBenchmark",
+      "`num_layers` layers of one shape with random weights. `run` takes them in turn.")
+      .def(py::init<const bindings::Fields&, uint32_t, uint32_t, const std::string&,
+                    const std::string&, uint32_t, uint64_t, const std::string&,
+                    const BackendDevice*>(),
            py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("num_layers"),
            py::arg("weight_dtype"), py::arg("isa"), py::arg("num_threads"), py::arg("seed") = 1,
            py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics),
-           py::arg("device") = nullptr)
+           py::arg("device") = nullptr,
+           "device: This device computes instead of the kernels of `isa`.")
       .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"),
            py::arg("local_expert_ids"), py::arg("weights"), py::kw_only(), py::arg("row_dtype"),
-           py::arg("rounds"))
+           py::arg("rounds"),
+           "Returns the nanoseconds of each round. Rows and weights are NumPy arrays of float32, "
+           "counts and ids of uint16.")
       .def("run_gemm", &PyLayerBenchmark::run_gemm, py::kw_only(), py::arg("rows_per_expert"),
-           py::arg("rounds"))
+           py::arg("rounds"),
+           "Returns the nanoseconds of each round of the matrix products alone, with the same "
+           "number of rows through every expert.")
       .def("resident_bytes", &PyLayerBenchmark::resident_bytes)
-      .def("device_ns", &PyLayerBenchmark::device_ns);
-  bind_multiply_adds<&multiply_add_per_s>(module, "multiply_add_per_s");
-  bind_multiply_adds<&bf16_multiply_add_per_s>(module, "bf16_multiply_add_per_s");
-  bind_multiply_adds<&integer_multiply_add_per_s>(module, "integer_multiply_add_per_s");
+      .def("device_ns", &PyLayerBenchmark::device_ns,
+           "The nanoseconds that the device computed in all rounds so far, copies aside; 0 on the "
+           "processor.");
+  bind_multiply_adds<&multiply_add_per_s>(
+      module, "multiply_add_per_s",
+      "Returns float32 operations a second; a multiply-add counts two.");
+  bind_multiply_adds<&bf16_multiply_add_per_s>(
+      module, "bf16_multiply_add_per_s",
+      "Returns operations a second with bf16 factors. Only kernel sets with an instruction for "
+      "them have it.");
+  bind_multiply_adds<&integer_multiply_add_per_s>(
+      module, "integer_multiply_add_per_s",
+      "Returns operations a second of int8 products and int32 sums, two for each product. Only the "
+      "vector sets of x86-64 have it.");
   module.def("read_bytes_per_s", &peak_of<&read_bytes_per_s, size_t>, py::arg("isa"),
-             py::arg("num_threads"), py::arg("rounds"), py::arg("num_bytes"));
+             py::arg("num_threads"), py::arg("rounds"), py::arg("num_bytes"),
+             "Returns bytes a second; each thread reads `num_bytes`.");
 }
 
 }  // namespace dflash::measure

@@ -66,11 +66,16 @@ std::vector<double> ipc_memcpy(size_t payload_bytes, uint32_t rounds, int cpu) {
 void bind_ipc(py::module_& module) {
   module.def("ipc_round_trip", &ipc_round_trip, py::arg("channel"), py::arg("payload_bytes"),
              py::arg("rounds"), py::arg("warmup"), py::arg("spin_ns"), py::arg("timeout_s"),
-             py::arg("cpu") = -1);
+             py::arg("cpu") = -1,
+             "Returns the nanoseconds of each round trip: copy in, publish, wait, copy out. The "
+             "other end, a thread or a process, runs `ipc_echo`.");
   module.def("ipc_echo", &ipc_echo, py::arg("channel"), py::arg("spin_ns"),
-             py::arg("idle_timeout_s"), py::arg("cpu") = -1);
+             py::arg("idle_timeout_s"), py::arg("cpu") = -1,
+             "Copies each request to its reply, and returns the number of rounds.");
   module.def("ipc_floor", &ipc_floor, py::arg("kind"), py::arg("payload_bytes"), py::arg("rounds"),
-             py::arg("warmup"), py::arg("cpus"));
+             py::arg("warmup"), py::arg("cpus"),
+             "Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, "
+             "unix or tcp.");
   module.def("memcpy_bytes_per_s", &ipc_memcpy, py::arg("payload_bytes"), py::arg("rounds"),
              py::arg("cpu") = -1);
 }

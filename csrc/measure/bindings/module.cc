@@ -5,7 +5,11 @@
 
 PYBIND11_MODULE(_measure, module) {
   using namespace dflash::measure;
-  module.doc() = "Benchmarks of dflash_moe: peaks, layers, transports, doorbells.";
+  module.doc() =
+      "What benchmarks need in C++: peaks of this machine, layers without anything around them, "
+      "round trips of transports, doorbells of cards. Only benchmarks import it. Errors are those "
+      "of "
+      "`_core`, whose channels and devices it takes. Each `rounds` gives one sample a round.";
   pybind11::module_::import("dflash_moe._core");
   bind_ipc(module);
   bind_experts(module);

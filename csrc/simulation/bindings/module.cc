@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <exception>
 #include <map>
@@ -36,6 +37,16 @@ std::map<size_t, uint64_t> failed_of(const Report& report) {
   }
   return failed;
 }
+
+// What an event of a worker is answered: (orders, state, is_coming, attempt), where an order is
+// (what, attempt, seconds from the beginning).
+using Answer = py::typing::Tuple<py::typing::List<py::typing::Tuple<py::str, py::int_, py::float_>>,
+                                 py::str, py::bool_, py::int_>;
+// It is told the worker, what happened, the attempt, the reason, whether a process died, and when.
+using Members =
+    py::typing::Callable<Answer(py::int_, py::str, py::int_, py::str, py::bool_, py::float_)>;
+using MakeMembers = py::typing::Callable<Members(py::int_, py::typing::List<py::bool_>,
+                                                 py::typing::Tuple<py::float_, py::float_>)>;
 
 // The product's state machines, which are Python. What they raise is kept, because nothing may be
 // thrown through the core, and every later event is answered by nothing.
@@ -92,7 +103,7 @@ class PythonMembership final : public Membership {
   std::string& failure_;
 };
 
-Report simulate_with(uint64_t seed, double seconds, const py::object& make_members) {
+Report simulate_with(uint64_t seed, double seconds, const MakeMembers& make_members) {
   std::string failure;
   Report report;
   {
@@ -112,9 +123,13 @@ Report simulate_with(uint64_t seed, double seconds, const py::object& make_membe
 
 PYBIND11_MODULE(_simulation, module) {
   using dflash::simulation::Report;
-  module.doc() = "The real client and the real worker in virtual time.";
-  py::class_<Report>(module, "Report")
-      .def_readonly("event_hash", &Report::event_hash)
+  module.doc() =
+      "The real client and the real worker loop in virtual time (csrc/simulation). Only "
+      "`dflash-moe "
+      "simulate` imports it.";
+  py::class_<Report>(module, "Report", "What one seed did.")
+      .def_readonly("event_hash", &Report::event_hash,
+                    "Equal for every run of the seed with the same code.")
       .def_readonly("num_events", &Report::num_events)
       .def_property_readonly(
           "virtual_s",
@@ -124,11 +139,21 @@ PYBIND11_MODULE(_simulation, module) {
                              [](const Report& self) { return self.calls.succeeded; })
       .def_property_readonly("num_abandoned",
                              [](const Report& self) { return self.calls.abandoned; })
-      .def_property_readonly("failed", &dflash::simulation::failed_of)
-      .def_property_readonly("faults", &dflash::simulation::faults_of)
-      .def_readonly("violations", &Report::violations)
-      .def_readonly("options", &Report::options)
-      .def_readonly("last_events", &Report::last_events);
+      .def_property_readonly(
+          "failed", &dflash::simulation::failed_of,
+          "How many calls ended with each code of csrc/base/error_code.h, without zeros.")
+      .def_property_readonly("faults", &dflash::simulation::faults_of,
+                             "How often each kind of fault was injected, without zeros.")
+      .def_readonly("violations", &Report::violations,
+                    "The rules that were broken, each with its time; empty where all were kept.")
+      .def_readonly("options", &Report::options, "What the seed drew.")
+      .def_readonly(
+          "last_events", &Report::last_events,
+          "At most 200, oldest first: those before the first violation, or before the end.");
   module.def("simulate", &dflash::simulation::simulate_with, py::arg("seed"), py::arg("seconds"),
-             py::arg("make_members"));
+             py::arg("make_members"),
+             "Things break for `seconds` of virtual time. `make_members` takes the seed, whether "
+             "the host starts each worker's process, and the first and the longest pause between "
+             "two tries in seconds. Releases the GIL but for the calls of what it makes; "
+             "RuntimeError where these raise.");
 }

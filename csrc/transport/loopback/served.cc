@@ -1,6 +1,6 @@
 // Everything but publish() and poll() is the host end's own.
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/loopback/served.h"
+#include "transport/loopback/loopback.h"
 
 #include <utility>
 

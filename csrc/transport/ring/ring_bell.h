@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "transport/channel.h"
+#include "transport/ring_lender.h"
 
 namespace dflash::transport {
 

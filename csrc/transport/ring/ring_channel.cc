@@ -18,6 +18,7 @@
 #include <string>
 
 #include "transport/ring/layout.h"
+#include "transport/ring_lender.h"
 
 namespace dflash::transport {
 namespace {
@@ -33,7 +34,7 @@ T load_shared(const std::byte* base, uint64_t offset, std::memory_order order) {
   return shared_word<T>(const_cast<std::byte*>(base), offset).load(order);
 }
 
-class RingChannel final : public Channel {
+class RingChannel final : public Channel, public RingLender {
  public:
   explicit RingChannel(RingEnds ends)
       : ends_(std::move(ends)),
@@ -53,7 +54,7 @@ class RingChannel final : public Channel {
     return {ends_.own + out_.slots_offset + slot * out_.slot_stride, out_.slot_bytes};
   }
 
-  std::optional<RingView> ring() const override {
+  RingView ring() const override {
     return RingView{ends_.own,
                     const_cast<std::byte*>(ends_.peer),
                     ends_.is_peer_writable,

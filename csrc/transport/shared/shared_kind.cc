@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/system_error.h"
-#include "transport/handover.h"
+#include "transport/kinds.h"
 #include "transport/shared/segment.h"
 
 namespace dflash::transport {

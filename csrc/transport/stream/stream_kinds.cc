@@ -1,13 +1,12 @@
 // The handshakes of socket pairs and of dialled connections, which differ only at the host's end.
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/stream/stream_kinds.h"
 
 #include <sys/socket.h>
 
 #include <utility>
 
 #include "base/system_error.h"
-#include "transport/handover.h"
+#include "transport/kinds.h"
 #include "transport/ring/layout.h"
 #include "transport/stream/stream.h"
 

@@ -1,4 +1,4 @@
-"""Finds out for `doctor` by trying: transports, libfabric, GPU libraries, versions. It needs no
+"""Finds out for `doctor` by trying: transports, GPU libraries, versions. It needs no
 torch.
 
 SPDX-License-Identifier: Apache-2.0
@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 import os
 import platform
@@ -44,17 +43,7 @@ def found(probe: Callable[[], None]) -> Finding:
 
 def probe_transports() -> dict[str, Finding]:
     """Tries every transport on this machine, and returns the findings by name."""
-    library = ctypes.util.find_library("fabric")
-    present = f"libfabric is installed ({library}), but" if library else "libfabric is not installed, and"
-    return {
-        "loopback": {"available": True},
-        **{name: found(kind.try_here) for name, kind in TRANSPORTS.items()},
-        "fabric": {
-            "available": False,
-            "libfabric": library,
-            "reason": f"{present} fabric is not built into this version; workers on other machines are reached over tcp",
-        },
-    }
+    return {"loopback": {"available": True}, **{name: found(kind.try_here) for name, kind in TRANSPORTS.items()}}
 
 
 def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:

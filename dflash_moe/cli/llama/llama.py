@@ -241,15 +241,14 @@ def program_threads(placed: PlacedExperts) -> int:
 
 
 def _report(counted: Counted | None, json_out: Path | None) -> None:
-    from dflash_moe.protocol.handover import Counted
+    from dflash_moe.protocol.handover import counted_fields
 
     log_auto.info("mode auto: the program's library measures and chooses, and does not tell its figures")
     if counted is not None:
         options.say(summary(counted))
     if json_out is not None:
         # A program that has called nobody has counters too, so that no former run's are left.
-        zeros = {field.name: 0 for field in dataclasses.fields(Counted)}
-        options.write_json(json_out, dataclasses.asdict(counted) if counted is not None else zeros)
+        options.write_json(json_out, counted_fields(counted))
 
 
 def summary(counted: Counted) -> str:

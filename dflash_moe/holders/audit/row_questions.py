@@ -20,10 +20,9 @@ from dflash_moe.protocol.rows import bytes_of, floats_of
 if TYPE_CHECKING:
     from dflash_moe.placement.held_shards import HeldShard
 
-# As csrc/base/dtype.h numbers them: (name, bytes of a value).
-DTYPES = (("f32", 4), ("f16", 2), ("bf16", 2))
+# By their numbers in frames: (name, bytes of a value).
+DTYPES = tuple(_core.wire_dtypes().items())
 _HEADER_BYTES = _core.wire_limits()["frame_header_bytes"]
-_REQUEST, _REPLY = 1, 2  # kinds of frames
 # The values of a drawn row are these, k / 128 for k from -128 to 127: bf16 holds them exactly.
 _DRAWN = [struct.pack("<f", (k - 128) / 128)[2:] for k in range(256)]
 
@@ -93,7 +92,7 @@ def exchanged_rows(request: bytes, reply: bytes, *, first: int, at_most: int) ->
         told = _core.decode_frame_header(reply[:_HEADER_BYTES])
     except ProtocolError:
         return
-    is_answer = asked["kind"] == _REQUEST and told["kind"] == _REPLY
+    is_answer = asked["kind"] == _core.REQUEST_FRAME and told["kind"] == _core.REPLY_FRAME
     if not is_answer or any(asked[name] != told[name] for name in ("call_id", "attempt", "slice", "num_rows")):
         return
     if _core.checksum(reply[_HEADER_BYTES:]) != told["payload_checksum"]:

@@ -20,8 +20,8 @@ from dflash_moe.errors import UnsupportedError
 
 
 def scaled_source(source: Any, factor: float) -> Any:
-    """Returns a MatrixSource of `_core` with the f32 values of `source` times `factor`, in memory
-    of its own: the mapping of an anonymous file, which goes when the source does.
+    """Returns a matrix as `_core` takes it with the f32 values of `source` times `factor`, in
+    memory of its own: the mapping of an anonymous file, which goes when the source does.
 
     `source` must have its rows one after another. Raises UnsupportedError where it has not, or
     where the system gives no memory.

@@ -9,7 +9,6 @@
 
 #include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/panels/pack.h"
-#include "compute/cpu/panels/pack_bf16_pairs.h"
 #include "compute/reference/reference.h"
 #include "toy_experts.h"
 

@@ -7,7 +7,7 @@
 #endif
 
 #include "compute/cpu/cpu_backend.h"
-#include "compute/reference/bf16_bfdot.h"
+#include "compute/reference/bf16_dot.h"
 #include "dot_lanes.h"
 
 namespace dflash::compute {

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "compute/formats/dequantize.h"
-#include "compute/reference/linear.h"
+#include "compute/reference/row_operators.h"
 #include "stored_experts.h"
 
 namespace dflash::compute {

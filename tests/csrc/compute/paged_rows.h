@@ -15,7 +15,7 @@
 
 #include "compute/cpu/kv_layer.h"
 #include "compute/cpu/paged_attention.h"
-#include "compute/reference/attention.h"
+#include "compute/reference/row_operators.h"
 
 namespace dflash::compute {
 

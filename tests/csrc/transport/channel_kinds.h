@@ -16,7 +16,6 @@
 #include "transport/shared/segment.h"
 #include "transport/shared/shared_kind.h"
 #include "transport/stream/stream.h"
-#include "transport/stream/stream_kinds.h"
 
 namespace dflash::transport::testing {
 

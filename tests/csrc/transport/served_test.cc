@@ -1,7 +1,7 @@
 // The loopback that computes on the thread which waits: one request a poll, in order, and errors of
 // whoever serves end it.
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/loopback/served.h"
+#include "transport/loopback/loopback.h"
 
 #include <doctest/doctest.h>
 

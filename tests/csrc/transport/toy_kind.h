@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "transport/handover.h"
 #include "transport/kinds.h"
 #include "transport/stream/stream.h"
 

@@ -464,7 +464,7 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     assert [device["vendor"] for device in found["backends"]["sim"]["devices"]] == ["cuda", "hip"]
     assert found["backends"]["sim"]["available"]
     assert {name: found["transports"][name]["available"] for name in found["transports"]} == {
-        "loopback": True, "shared": True, "unix": True, "tcp": True, "fabric": False,
+        "loopback": True, "shared": True, "unix": True, "tcp": True,
     }  # fmt: skip
     threads = found["machine"]["threads"]
     assert threads["total"] == threads["host"] + sum(threads["workers"].values())

@@ -204,8 +204,8 @@ def test_precedence_is_argument_then_environment_then_yaml_then_default():
     assert (settings.mode, settings.stream_tokens, settings.batch_capacity, settings.dtype) == ("auto", 3, 99, None)
 
 
-def test_fabric_is_refused_by_name_wherever_it_is_asked_for(tmp_path, capsys):
-    expected = "'fabric' is not built into this version; allowed: auto, shared, stream"
+def test_an_unknown_transport_is_refused_wherever_it_is_asked_for(tmp_path, capsys):
+    expected = "'fabric' is not allowed; allowed: auto, shared, stream"
     (tmp_path / "fabric.yaml").write_text("version: 1\nipc: {transport: fabric}\nworkers: [{name: w0}]\n")
     sources = [
         lambda: resolve_settings(environ={}, transport="fabric"),

@@ -20,8 +20,8 @@ from dflash_moe.handover.handover_socket import HandoverSocket
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     HANDOVER_CODEC,
+    HANDOVER_TOKEN_BYTES,
     HANDOVER_VERSION,
-    TOKEN_BYTES,
     OpenHandover,
     Ready,
     RefuseHandover,
@@ -40,7 +40,7 @@ def server() -> Iterator[HandoverSocket]:
 
 
 def token_of(server: HandoverSocket) -> bytes:
-    return os.read(server.token_fd, 2 * TOKEN_BYTES)
+    return os.read(server.token_fd, 2 * HANDOVER_TOKEN_BYTES)
 
 
 class Caller:
@@ -83,7 +83,7 @@ def test_folder_and_token_are_the_users_alone(server):
     assert server.environment() == {
         "DFLASH_MOE_HANDOVER": str(server.path), "DFLASH_MOE_HANDOVER_TOKEN_FD": f"{server.token_fd}:{inode}"
     }  # fmt: skip
-    assert len(token_of(server)) == TOKEN_BYTES
+    assert len(token_of(server)) == HANDOVER_TOKEN_BYTES
     assert os.read(server.token_fd, 1) == b""
     assert not os.get_inheritable(server.token_fd)
 
@@ -104,7 +104,7 @@ def test_right_program_is_served_once(server):
 def test_wrong_greetings_get_a_sentence_and_the_right_one_still_counts(server):
     token = token_of(server)
     server.expect(os.getpid())
-    assert "the token is not the one" in refused(server, greeting(bytes(TOKEN_BYTES)))
+    assert "the token is not the one" in refused(server, greeting(bytes(HANDOVER_TOKEN_BYTES)))
     assert "speaks version 2 of the hand-over" in refused(server, greeting(token, version=2))
     assert "compiled from other sources" in refused(server, greeting(token, layout=_core.layout_fingerprint() ^ 1))
     assert "expected OpenHandover, found Ready" in refused(server, HANDOVER_CODEC.encode(Ready()))

@@ -15,13 +15,8 @@ from dflash_moe.errors import (
     WorkerLost,
     WorkerTimeout,
 )
-from dflash_moe.protocol.failures import BUSY, ERROR_CLASSES, to_error
+from dflash_moe.protocol.failures import to_error
 from dflash_moe.protocol.messages import Refusal
-
-
-def test_control_and_data_connections_share_their_error_codes() -> None:
-    core = dict(_core.error_codes().values())
-    assert {code: cls for code, cls in ERROR_CLASSES.items() if code < BUSY} == core
 
 
 def test_an_error_without_a_code_of_its_own_has_its_classs() -> None:

@@ -1,4 +1,4 @@
-// What the kernels over pairs of bf16 inputs (pack_bf16_pairs.h) share, whatever their instruction:
+// What the kernels over pairs of bf16 inputs (pack_bf16_pairs) share, whatever their instruction:
 // many rows in tiles over one block of a panel, and the products that expert_tiles.h asks for.
 // Everything is written over a vector type V and the part I that belongs to the instruction:
 //
@@ -15,8 +15,7 @@
 #pragma once
 
 #include "compute/cpu/kernels/expert_tiles.h"
-#include "compute/cpu/panels/pack_bf16_pairs.h"
-#include "compute/cpu/panels/unpack.h"
+#include "compute/cpu/panels/pack.h"
 
 namespace dflash::compute {
 

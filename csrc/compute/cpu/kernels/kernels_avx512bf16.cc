@@ -1,6 +1,6 @@
 // The kernels of numerics class bf16-dot for AVX512-BF16. Each output is summed over blocks of 256
 // inputs: one chain of VDPBF16PS per block from +0 over ascending pairs of inputs, and the block
-// sums added in ascending order. Weights and rows have the layout of pack_bf16_pairs.h. Few rows
+// sums added in ascending order. Weights and rows have the layout of pack_bf16_pairs. Few rows
 // are bound by reading the weights, many rows by the instruction's throughput.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)

@@ -1,7 +1,7 @@
 // The kernels of numerics class bf16-bfdot for AArch64's BF16 extension. Each output is summed over
 // blocks of 256 inputs: one chain per block from +0 over ascending pairs of inputs, with zeros up
 // to a multiple of two pairs, and the block sums added in ascending order. Weights and rows have
-// the layout of pack_bf16_pairs.h. Few rows are bound by reading the weights and take BFDOT. Many
+// the layout of pack_bf16_pairs. Few rows are bound by reading the weights and take BFDOT. Many
 // rows take BFMMLA, which multiplies 2 rows x 4 inputs x 2 outputs and is defined as two BFDOTs per
 // output with pairs ascending, so that the bits are the same.
 // SPDX-License-Identifier: Apache-2.0

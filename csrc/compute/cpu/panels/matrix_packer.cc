@@ -6,7 +6,6 @@
 
 #include "compute/cpu/panels/pack.h"
 #include "compute/formats/plain_rows.h"
-#include "compute/formats/stored_rows.h"
 #include "compute/formats/value_checks.h"
 
 namespace dflash::compute {

@@ -1,7 +1,6 @@
 // Packs bf16 weights into words of two inputs. Rows that lie in whole words are transposed as if
 // they were float32 rows of half the length, because packing only moves bits.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/cpu/panels/pack_bf16_pairs.h"
 
 #include <algorithm>
 #include <cstring>

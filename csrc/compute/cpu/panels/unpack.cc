@@ -1,7 +1,6 @@
 // Takes one lane of a panel apart. Each format's formula is that of dequantize.h, written once more
 // for the order of a panel: what lies behind it is a gather of scalars, bound by its cache misses.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/cpu/panels/unpack.h"
 
 #include <algorithm>
 #include <cstring>

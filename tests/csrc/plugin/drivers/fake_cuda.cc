@@ -2,9 +2,8 @@
 // kernels that only count, and faults on request through FAKE_CUDA: "none" (no device), "old"
 // (driver of CUDA 12), "silent" (does not start), "full" (no memory), "lost" (the card is gone at
 // the second query), "hung" (work that never ends), "foreign" (no image fits), "unreadable" (no
-// read-only registration), "sealed" (no registration at all), "twins" (both devices are good),
-// "wordless" (no operations of streams on words). A context holds its streams and events, and
-// another one refuses them.
+// read-only registration), "sealed" (no registration at all), "twins" (both devices are good).
+// A context holds its streams and events, and another one refuses them.
 // SPDX-License-Identifier: Apache-2.0
 #include <stdlib.h>
 #include <string.h>
@@ -116,20 +115,6 @@ FAKE int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned,
                         unsigned dynamic, void*, void** arguments, void**) {
   if (dynamic > 48 * 1024 && dynamic > dynamic_bytes) return kInvalidValue;
   return arguments == nullptr || arguments[0] == nullptr ? 1 : 0;
-}
-// Waits are over at once: the echo is the store before.
-FAKE int cuStreamWriteValue32_v2(void* stream, Pointer word, unsigned value, unsigned) {
-  if (is("wordless")) return kNotSupported;
-  if (const int status = in_its_context(stream); status != 0) return status;
-  return *reinterpret_cast<unsigned*>(word) = value, 0;
-}
-FAKE int cuStreamWaitValue32_v2(void* stream, Pointer word, unsigned value, unsigned flags) {
-  if (const int status = in_its_context(stream); status != 0) return status;
-  return flags == 0 && *reinterpret_cast<const unsigned*>(word) == value ? 0 : kInvalidValue;
-}
-FAKE int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
-  if (const int status = in_its_context(stream); status != 0) return status;
-  return function(argument), 0;
 }
 FAKE int cuGetErrorString(int status, const char** text) {
   *text = status == kIllegalAddress ? "an illegal memory access was encountered"

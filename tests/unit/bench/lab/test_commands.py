@@ -21,9 +21,9 @@ def test_doorbell_prints_a_line_for_every_memory_and_ping_pong_and_writes_them(c
     path = tmp_path / "doorbell.json"
     assert main.run(("doorbell", "--backend", "sim", "--rounds", "3", "--json", str(path)), build=build_app) == 0
     out = capsys.readouterr().out
-    assert out.count("sealed segments") == 1 + 4
-    assert out.count("yes") == 3 + 9
-    assert len(json.loads(path.read_text())["rows"]) == 3 + 9
+    assert out.count("sealed segments") == 1 + 2
+    assert out.count("yes") == 3 + 5
+    assert len(json.loads(path.read_text())["rows"]) == 3 + 5
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
@@ -55,12 +55,12 @@ def test_a_step_of_other_bits_than_staged_calls_fails_the_command(capsys, monkey
 def test_what_failed_is_told_below_the_tables(capsys):
     print_doorbell([
         {"name": "register sealed", "memory": "sealed", "passed": False, "error": "not supported (CUDA error 801)"},
-        {"name": "a kernel, thread", "kind": "kernel", "memory": "m", "echo": "thread", "rounds": 9, "mark_us": 5.0,
+        {"name": "thread, m", "memory": "m", "echo": "thread", "rounds": 9, "mark_us": 5.0,
          "passed": False, "error": "no store of the card was seen"},
     ])  # fmt: skip
     print_steps([{"name": "card", "worker": "card", "error": "it does not start"}])
     lines = capsys.readouterr().out.splitlines()
-    for line in ("register sealed: not supported (CUDA error 801)", "a kernel, thread: no store of the card was seen"):
+    for line in ("register sealed: not supported (CUDA error 801)", "thread, m: no store of the card was seen"):
         assert line in lines
     assert "card: it does not start" in lines
 

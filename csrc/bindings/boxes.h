@@ -1,0 +1,54 @@
+// What other rooms have made, as Python holds it.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+#include <mutex>
+
+#include "bindings/errors.h"
+#include "compute/cpu/instruction_sets.h"
+#include "compute/cpu/thread_pool.h"
+#include "plugin/host_device.h"
+#include "transport/secure/secure_socket.h"
+
+namespace dflash::bindings {
+
+// Deletes an object only in the process that made it. A forked child has a copy of the object but
+// not of its threads, and joining them there would never end.
+struct DeleteInOwnProcess {
+  pid_t owner = ::getpid();
+  template <class T>
+  void operator()(T* object) const {
+    if (::getpid() == owner) delete object;
+  }
+};
+
+// The compute threads of a host's operators. Operators keep the pool alive.
+struct HostPoolBox {
+  std::shared_ptr<compute::ThreadPool> pool;
+  compute::Isa isa;  // whose kernels the operators take; never the reference
+};
+
+// An encrypted connection, owned here until a channel, a pulse or a relay takes
+// it.
+struct SecureSocketBox {
+  // Control messages are sent by any thread while one receives.
+  std::mutex mutex;
+  std::unique_ptr<transport::SecureSocket> socket;
+
+  std::unique_ptr<transport::SecureSocket> take() {
+    const std::lock_guard lock(mutex);
+    if (socket == nullptr)
+      raise(Error{ErrorCode::kClosed, "this connection was already handed over"});
+    return std::move(socket);
+  }
+};
+
+// The host's device. The box is shared by all objects that use the device; the last one closes it.
+struct HostDeviceBox {
+  std::shared_ptr<plugin::HostDevice> device;
+};
+
+}  // namespace dflash::bindings
