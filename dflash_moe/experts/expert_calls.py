@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-
 # Completes an error of the client with what the runtime knows. Who keeps one keeps the runtime.
 Explained = Callable[[WorkerError], DflashError]
 

@@ -21,6 +21,7 @@ from dflash_moe.integrations.transformers import ExpertRoute, expert_calls
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.operators import gathered_attention
+from dflash_moe.operators.step_context import StepContext
 from tests.host_models import (
     ORIGINAL_MAX,
     PROMPT_TOKENS,
@@ -85,6 +86,18 @@ def assert_parity(found: torch.Tensor, expected: torch.Tensor) -> None:
     difference = (found.double() - expected.double()) / expected.double().std()
     assert float(difference.abs().max()) <= 1e-5 * max(1.0, NUM_LAYERS / 6)
     assert float(difference.square().mean().sqrt()) <= 2e-6 * max(1.0, NUM_LAYERS / 12)
+
+
+def kept_contexts(packed: PackedForward, monkeypatch: pytest.MonkeyPatch) -> list[StepContext]:
+    """Has the context of each step kept from now on, and returns the list that gets them."""
+    kept, make = [], packed.context
+
+    def keep(*step):
+        kept.append(make(*step))
+        return kept[-1]
+
+    monkeypatch.setattr(packed, "context", keep)
+    return kept
 
 
 def test_a_card_keeps_torchs_operators_and_claims_no_more_than_parity(opened):
@@ -210,9 +223,9 @@ def test_pieces_of_rows_have_the_logits_of_whole_chunks(opened, monkeypatch):
     assert_parity(logits_of(opened.packed, prompt(), (50,)), eager_logits(opened.arch))
 
 
-def test_what_other_sequences_left_in_blocks_reaches_no_row(opened):
+def test_what_other_sequences_left_in_blocks_reaches_no_row(opened, monkeypatch):
     """All blocks hold what is no number; a step pads its groups and leaves blocks half full."""
-    packed = opened.packed
+    packed, contexts = opened.packed, kept_contexts(opened.packed, monkeypatch)
     for layer in packed.cache.layers_in_order():
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.inf)
@@ -223,7 +236,7 @@ def test_what_other_sequences_left_in_blocks_reaches_no_row(opened):
             packed.forward([StepRows(sequence, prompt(count, seed=count)[:-1], num_logits=0)])
         rows = [StepRows(sequence, prompt(count, seed=count)[-1:]) for sequence, count in zip(sequences, counts, strict=True)]
         found = packed.forward(rows)
-        assert len(packed.cache.groups(0)) == 1
+        assert len(packed.cache.groups(contexts[-1], 0)) == 1
     finally:
         for sequence in sequences:
             sequence.release()
@@ -231,7 +244,8 @@ def test_what_other_sequences_left_in_blocks_reaches_no_row(opened):
         assert_parity(found[place : place + 1], eager_logits(opened.arch, count, count)[-1:])
 
 
-def test_all_layers_gather_into_one_buffer_whose_bytes_are_counted(opened):
+def test_all_layers_gather_into_one_buffer_whose_bytes_are_counted(opened, monkeypatch):
+    contexts = kept_contexts(opened.packed, monkeypatch)
     cache, model = opened.packed.cache, opened.host.model
     budget, tokens = 4 << 20, opened.packed.blocks.num_blocks * 16
     config = model.config
@@ -249,7 +263,7 @@ def test_all_layers_gather_into_one_buffer_whose_bytes_are_counted(opened):
     try:
         forward_part(opened.packed, sequence, prompt())
         for index in range(NUM_LAYERS):
-            (group,) = cache.groups(0)
+            (group,) = cache.groups(contexts[-1], 0)
             keys, values = cache.gather(index, group)
             assert (keys.data_ptr(), values.data_ptr()) == before
             for gathered, stored in ((keys, cache.layer(index).keys), (values, cache.layer(index).values)):
@@ -268,29 +282,28 @@ def expanded_bytes(opened: Opened) -> int:
     return 4 * config.num_attention_heads * size * opened.packed.cache._max_keys
 
 
-def test_windows_gather_no_more_than_they_see():
+def test_windows_gather_no_more_than_they_see(monkeypatch):
     with opened_host("gpt_oss") as runtime:
         packed = open_host(checkpoint("gpt_oss", "f32"), runtime).packed
+        contexts = kept_contexts(packed, monkeypatch)
         sequence = packed.admit(PROMPT_TOKENS)
         forward_part(packed, sequence, prompt()[:-1])
         forward_part(packed, sequence, prompt()[-1:])
-        assert [group.num_keys for window in (0, WINDOW) for group in packed.cache.groups(window)] == [
-            PROMPT_TOKENS,
-            WINDOW,
-        ]
+        seen = [group.num_keys for window in (0, WINDOW) for group in packed.cache.groups(contexts[-1], window)]
+        assert seen == [PROMPT_TOKENS, WINDOW]
 
 
 @pytest.mark.parametrize("capacity", [32, 200])
 def test_groups_never_gather_more_than_the_buffer_holds(opened, monkeypatch, capacity):
     """The buffer is as small as the longest sequence allows, or holds two of them."""
-    packed = opened.packed
+    packed, contexts = opened.packed, kept_contexts(opened.packed, monkeypatch)
     sequences = [packed.admit(PROMPT_TOKENS) for _ in range(5)]
     monkeypatch.setattr(packed.cache, "_max_keys", max(PROMPT_TOKENS, capacity))
     try:
         for count in (PROMPT_TOKENS - 1, 1):
             begin = sequences[0].num_tokens
             found = packed.forward([StepRows(sequence, prompt()[begin : begin + count]) for sequence in sequences])
-        groups = packed.cache.groups(0)
+        groups = packed.cache.groups(contexts[-1], 0)
         assert [group.num_sequences for group in groups] == ([1] * 5 if capacity == 32 else [2, 2, 1])
     finally:
         for sequence in sequences:

@@ -1,5 +1,5 @@
-"""`bench.lab doorbell` on the simulated card: every memory and echo, and what fails is a row and no
-end.
+"""`bench.lab doorbell` on the simulated card: every memory and echo; what fails is a row, and the
+others are tried.
 
 SPDX-License-Identifier: Apache-2.0
 """
