@@ -86,6 +86,14 @@ template <class Message, size_t kIndex>
 using FieldMember = MemberOf<std::tuple_element_t<
     kIndex, std::remove_const_t<decltype(wire::HandoverTable<Message>::kFields)>>>;
 
+// One instance for all fields of a type that a message has.
+template <class Message, class Member>
+void bind_getter(py::class_<Message>& cls, const wire::HandoverField<Message, Member>& field) {
+  cls.def_property_readonly(field.name, [member = field.member](const Message& message) {
+    return Exchanged<Member>::out(message.*member);
+  });
+}
+
 template <class Message, size_t... kIndex>
 void bind_message(py::module_& module, const char* name, std::index_sequence<kIndex...>) {
   using Table = wire::HandoverTable<Message>;
@@ -102,12 +110,7 @@ void bind_message(py::module_& module, const char* name, std::index_sequence<kIn
               return message;
             }),
             py::kw_only(), py::arg(std::get<kIndex>(Table::kFields).name)...);
-    (cls.def_property_readonly(std::get<kIndex>(Table::kFields).name,
-                               [](const Message& message) {
-                                 return Exchanged<FieldMember<Message, kIndex>>::out(
-                                     message.*std::get<kIndex>(Table::kFields).member);
-                               }),
-     ...);
+    (bind_getter(cls, std::get<kIndex>(Table::kFields)), ...);
   }
 }
 
