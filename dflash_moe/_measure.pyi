@@ -68,8 +68,8 @@ class BellDevice:
     def name(self) -> str: ...
 
 class BellMemory:
-    """Two words for a ping-pong of a device and a processor, with both ends of it (`bench.lab
-    doorbell`).
+    """Two words for a ping-pong of a device and a processor (`bench.lab doorbell`), with both ends
+    of it.
     """
 
     @staticmethod

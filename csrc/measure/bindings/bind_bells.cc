@@ -152,7 +152,7 @@ void bind_bells(py::module_& module) {
       .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0)
       .def_property_readonly("name", &BellDevice::name);
   py::class_<BellMemory>(module, "BellMemory",
-                         "Two words for a ping-pong of a device and a processor (`bench "
+                         "Two words for a ping-pong of a device and a processor (`bench.lab "
                          "doorbell`), with both ends of it.")
       .def_static("of_segments", &BellMemory::of_segments, py::kw_only(), py::arg("is_open"),
                   py::arg("slot_bytes"),
