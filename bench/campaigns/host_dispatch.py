@@ -157,7 +157,7 @@ def _emptied(packed: Any, num_rows: int) -> Iterator[None]:
     """Opens a block in which the calls of layers do nothing for so many rows, which are few enough
     that their buffers are kept.
     """
-    buffers = packed.loop.buffers.of(num_rows)
+    buffers = packed.buffers.of(num_rows)
     kept = dict(buffers.calls)
     try:
         for layer, calls in kept.items():
@@ -167,7 +167,7 @@ def _emptied(packed: Any, num_rows: int) -> Iterator[None]:
         buffers.calls.update(kept)
 
 
-def _nothing() -> None:
+def _nothing(_step: object) -> None:
     """Stands for an operator."""
 
 
