@@ -23,14 +23,13 @@ constexpr uint8_t kFreshByte = 0xcd;  // device memory is not zero at first
 constexpr uint32_t kMaxGridY = 65535;
 
 struct Operation {
-  enum class Kind : uint8_t { kCopy, kFill, kLaunch, kMark, kOther } kind;
+  enum class Kind : uint8_t { kCopy, kFill, kLaunch, kMark } kind;
   std::byte* destination = nullptr;
   const std::byte* source = nullptr;
   uint64_t num_bytes = 0;
   uint8_t value = 0;
   KernelLaunch launch{};
   std::vector<std::byte> params{};
-  std::function<bool()> other{};
 };
 
 std::byte* allocate_aligned(uint64_t num_bytes) {
@@ -39,7 +38,7 @@ std::byte* allocate_aligned(uint64_t num_bytes) {
 }
 void free_aligned(std::byte* memory) { ::operator delete(memory, std::align_val_t{kAlignment}); }
 
-class SimRuntime final : public SimulatedRuntime {
+class SimRuntime final : public DeviceRuntime {
  public:
   SimRuntime(const SimulatedDevice& device, const sim::Module& module,
              std::unique_ptr<sim::Block> block)
@@ -144,10 +143,6 @@ class SimRuntime final : public SimulatedRuntime {
   void borrow_queue(uint64_t) override {}
   void return_queue() override {}
 
-  Status queue(std::function<bool()> operation) override {
-    return queue(Operation{.kind = Operation::Kind::kOther, .other = std::move(operation)});
-  }
-
   Result<bool> wait(std::chrono::nanoseconds at_most) override {
     DFLASH_TRY(healthy());
     const auto deadline = std::chrono::steady_clock::now() + at_most;
@@ -200,7 +195,6 @@ class SimRuntime final : public SimulatedRuntime {
       case Operation::Kind::kMark:
         marks_[operation.value] = std::chrono::steady_clock::now();
         return true;
-      case Operation::Kind::kOther: return operation.other();
     }
     return true;
   }
@@ -256,11 +250,11 @@ class SimRuntime final : public SimulatedRuntime {
 
 }  // namespace
 
-Result<std::unique_ptr<SimulatedRuntime>> make_simulated_runtime(const SimulatedDevice& device,
-                                                                 const sim::Module& module) {
+Result<std::unique_ptr<DeviceRuntime>> make_simulated_runtime(const SimulatedDevice& device,
+                                                              const sim::Module& module) {
   auto block = sim::Block::create(device.vendor == SimulatedVendor::kCuda ? 32 : 64, device.seed);
   if (!block.ok()) return std::move(block).error();
-  return std::unique_ptr<SimulatedRuntime>(
+  return std::unique_ptr<DeviceRuntime>(
       std::make_unique<SimRuntime>(device, module, std::move(block).value()));
 }
 

@@ -4,7 +4,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <functional>
 #include <memory>
 
 #include "cards/device_runtime.h"
@@ -23,14 +22,8 @@ struct SimulatedDevice {
   bool has_foreign_memory = false;
 };
 
-class SimulatedRuntime : public DeviceRuntime {
- public:
-  // Queues an operation that no kernel is: called by wait() until it gives true.
-  virtual Status queue(std::function<bool()> operation) = 0;
-};
-
 // `module`: the kernels that can be launched. Errors: kOutOfMemory.
-Result<std::unique_ptr<SimulatedRuntime>> make_simulated_runtime(
+Result<std::unique_ptr<DeviceRuntime>> make_simulated_runtime(
     const SimulatedDevice& device, const sim::Module& module = sim::expert_module());
 
 }  // namespace dflash::compute::gpu

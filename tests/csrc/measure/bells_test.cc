@@ -17,13 +17,12 @@ namespace {
 using namespace dflash;
 using namespace dflash::measure;
 using compute::gpu::make_simulated_runtime;
-using compute::gpu::SimulatedRuntime;
 
 constexpr int64_t kPatientNs = 30'000'000'000;
 
 struct Scene {
   Scene() : Scene(make_simulated_runtime({.memory_bytes = 1 << 20}, bell_module()).value()) {}
-  explicit Scene(std::unique_ptr<SimulatedRuntime> runtime)
+  explicit Scene(std::unique_ptr<compute::gpu::DeviceRuntime> runtime)
       : host(std::move(runtime)), bells(host) {}
   BellPlan plan(uint32_t first, uint32_t rounds,
                 std::chrono::nanoseconds budget = std::chrono::nanoseconds(kPatientNs)) {
