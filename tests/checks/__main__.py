@@ -24,7 +24,6 @@ from tests.checks import (
     protocol_tables,
     result_trees,
     room_picture,
-    sizes,
     stub_parity,
     stubs,
     waits,
@@ -65,7 +64,6 @@ def main() -> int:
         for finding in findings:
             print(f"  {finding}")
     print(result_trees.report(ROOT))
-    print(sizes.report(ROOT))
     return 1 if num_findings else 0
 
 

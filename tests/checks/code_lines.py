@@ -74,17 +74,19 @@ def sources(root: Path, revision: str = WORKING_TREE) -> Iterator[tuple[str, str
             if room_of(name := path.relative_to(root).as_posix()):
                 yield name, path.read_text(encoding="utf-8")
         return
-    listed = subprocess.run(["git", "ls-tree", "-r", "-z", revision], cwd=root, capture_output=True, check=True).stdout
+    listed = _git(root, "ls-tree", "-r", "-z", revision)
     entries = [entry.split("\t", 1) for entry in listed.decode().split("\0") if entry]
     blobs = {name: about.split()[2] for about, name in entries if room_of(name)}
     asked = "".join(f"{blob}\n" for blob in blobs.values()).encode()
-    answer = io.BytesIO(
-        subprocess.run(["git", "cat-file", "--batch"], cwd=root, input=asked, capture_output=True, check=True).stdout
-    )
+    answer = io.BytesIO(_git(root, "cat-file", "--batch", told=asked))
     for name in blobs:
         size = int(answer.readline().split()[2])
         yield name, answer.read(size).decode()
         answer.read(1)  # the line break behind each blob
+
+
+def _git(root: Path, *arguments: str, told: bytes = b"") -> bytes:
+    return subprocess.run(["git", *arguments], cwd=root, input=told, capture_output=True, check=True, timeout=60).stdout
 
 
 def count(root: Path, revision: str = WORKING_TREE) -> Counter[tuple[str, str]]:

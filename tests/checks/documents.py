@@ -26,6 +26,18 @@ def block(text: str, name: str) -> str | None:
     return match[1] if match else None
 
 
+def with_block(text: str, name: str, content: str) -> str:
+    """Returns the text with this between the marks of a block. Raises SystemExit where it has no
+    such marks.
+    """
+    former = block(text, name)
+    if former is None:
+        raise SystemExit(f"no block is marked '{name}'")
+    mark = f"<!-- begin {name} -->\n"
+    begin = text.index(mark) + len(mark)
+    return text[:begin] + content + text[begin + len(former) :]
+
+
 def number(cell: str) -> int | None:
     """Returns the integer that is written with thousands separators or in hexadecimal, None for
     anything else.

@@ -98,11 +98,7 @@ def rewrite(root: Path) -> None:
     path = root / DOCUMENT
     text = path.read_text(encoding="utf-8")
     for name in NAMES:
-        block = documents.block(text, name)
-        if block is None:
-            raise SystemExit(f"{DOCUMENT}: no block is marked '{name}'")
-        begin = text.index(f"<!-- begin {name} -->\n") + len(f"<!-- begin {name} -->\n")
-        text = text[:begin] + rendered(name) + text[begin + len(block) :]
+        text = documents.with_block(text, name, rendered(name))
     path.write_text(text, encoding="utf-8")
 
 

@@ -103,12 +103,7 @@ def _floors(graph: Mapping[str, set[str]]) -> dict[str, int]:
 def rewrite(root: Path) -> None:
     """Draws the picture in the document."""
     path = root / DOCUMENT
-    text = path.read_text(encoding="utf-8")
-    block = documents.block(text, NAME)
-    if block is None:
-        raise SystemExit(f"{DOCUMENT}: no block is marked '{NAME}'")
-    begin = text.index(f"<!-- begin {NAME} -->\n") + len(f"<!-- begin {NAME} -->\n")
-    path.write_text(text[:begin] + render(root) + text[begin + len(block) :], encoding="utf-8")
+    path.write_text(documents.with_block(path.read_text(encoding="utf-8"), NAME, render(root)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ MODULES = ("_core", "_measure", "_simulation")
 # Other versions spell signatures in other ways, which is no finding about this package.
 PYBIND11, GENERATOR = "3.1", "3.0.0"
 WIDTH = 100
+# A program that is started ends within this time, also on a machine that does much else.
+LIMIT_S = 300
 _SPELLINGS = (
     (r"typing\.SupportsInt \| typing\.SupportsIndex", "int"),
     (r"typing\.SupportsFloat \| typing\.SupportsIndex", "float"),
@@ -83,7 +85,7 @@ def generate(root: Path, name: str) -> str:
     """Returns the stub of a built module."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pybind11_stubgen", f"dflash_moe.{name}", "-o", folder, "--exit-code"]
-        made = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
+        made = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True, timeout=LIMIT_S)
         if made.returncode:
             raise SystemExit(f"pybind11-stubgen cannot read dflash_moe.{name}:\n{made.stderr}")
         text = (Path(folder) / "dflash_moe" / f"{name}.pyi").read_text(encoding="utf-8")
@@ -93,7 +95,7 @@ def generate(root: Path, name: str) -> str:
 
 def _ruff(root: Path, name: str, text: str, *arguments: str) -> str:
     command = [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", f"dflash_moe/{name}.pyi", "-"]
-    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, input=text).stdout
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, input=text, timeout=LIMIT_S).stdout
 
 
 def rewrite(text: str) -> str:
