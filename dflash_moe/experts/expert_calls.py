@@ -33,7 +33,8 @@ Explained = Callable[[WorkerError], DflashError]
 
 class ExpertCalls:
     """The calls of one runtime. Any thread may call. What `ExpertRuntime` says of its methods holds
-    for those of the same names here, which also take what explains errors.
+    for those of the same names here; calls that go on after their method take what explains their
+    errors.
     """
 
     def __init__(self, client: _core.Client, placed: PlacedExperts) -> None:
@@ -42,7 +43,9 @@ class ExpertCalls:
         self.table = LayerTable(placed.spec.layers)
         host = DeviceChoice.of_host(placed.topology.host)
         self._device = None if host.is_processor else DeviceTensors(host)
-        self._tensors = HostTensors() if self._device is None else self._device
+        # Taken once, because each call would look them up again.
+        self._bound = HostTensors().bind if self._device is None else self._device.bind
+        self._run = client.run
         # Only a host whose device is no processor has device steps, from `open` to `close`.
         self._steps: DeviceSteps | None = None
         self._replay: StepReplay | None = None
@@ -74,18 +77,13 @@ class ExpertCalls:
         """Has the device let go of the data paths' memory, before these are closed."""
         self._steps = self._replay = None
 
-    def experts(
-        self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any, explained: Explained
-    ) -> Any:
-        """As `ExpertRuntime.experts`."""
+    def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
+        """As `ExpertRuntime.experts`, which explains errors."""
         if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
             return step.experts(layer, hidden_states, topk_ids, topk_weights, out)
         shape = self.table.of(layer)
-        result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
-        try:
-            self._client.run(shape.layer, batch)
-        except WorkerError as error:
-            raise explained(error) from None
+        result, batch, deliver = self._bound(shape, hidden_states, topk_ids, topk_weights, out)
+        self._run(shape.layer, batch)
         if deliver is not None:
             deliver()
         return result
@@ -97,7 +95,7 @@ class ExpertCalls:
         if self._device is not None:
             raise UnsupportedError("bind: the host's device is no processor; call experts()")
         shape = self.table.of(layer)
-        _, batch, _ = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
+        _, batch, _ = self._bound(shape, hidden_states, topk_ids, topk_weights, out)
         return BoundExperts(self._client, shape.layer, batch, explained)
 
     def submit(
@@ -105,7 +103,7 @@ class ExpertCalls:
     ) -> ExpertCall:
         """As `ExpertRuntime.submit`."""
         shape = self.table.of(layer)
-        result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
+        result, batch, deliver = self._bound(shape, hidden_states, topk_ids, topk_weights, out)
         try:
             call = _core.Call(self._client, shape.layer, batch)
         except WorkerError as error:

@@ -181,7 +181,10 @@ class ExpertRuntime:
         receives the result; it is contiguous and has the result's shape and dtype. The call blocks
         without the GIL. Errors are those of the class.
         """
-        return self._calls.experts(layer, hidden_states, topk_ids, topk_weights, out, self._explained)
+        try:
+            return self._calls.experts(layer, hidden_states, topk_ids, topk_weights, out)
+        except WorkerError as error:
+            raise self._explained(error) from None
 
     def bind(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundExperts:
         """Returns a call of `experts` that reads and writes these tensors each time that it is run.
