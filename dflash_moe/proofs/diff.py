@@ -22,17 +22,15 @@ from dflash_moe.forward.residuals import EMBEDDING
 from dflash_moe.holders.audit.contents import expert_checksums
 from dflash_moe.model.spec import ModelSpec, model_spec
 from dflash_moe.proofs.diff_prompt import check_comparable, common_tokens
-from dflash_moe.proofs.diff_report import DiffReport, ExpertDiff, LayerDiff, compare, compare_logits
+from dflash_moe.proofs.diff_report import DiffReport, ExpertDiff, LayerDiff
 from dflash_moe.proofs.layer_record import Recorded, RecordedCall, record
 from dflash_moe.proofs.receipt_record import host_facts, shard_map
-from dflash_moe.proofs.verify_report import Bounds
+from dflash_moe.proofs.two_passes import Bounds, PassFacts, compare, compare_logits
 
 if TYPE_CHECKING:
     from dflash_moe.holders.fleet import LoadingReport
     from dflash_moe.model.spec import LayerSpec
-    from dflash_moe.proofs.receipt import HostFacts
     from dflash_moe.topology import Topology
-    from dflash_moe.topology.spec import ShardMap
 
 # An expert is asked alone with so many rows, those that were routed to it before others.
 ROWS_ALONE = 8
@@ -47,18 +45,6 @@ class Side:
     path: Path
     topology: Topology
     overrides: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What decides the bits of a run."""
-
-    fingerprint: str
-    dtype: str
-    wire_dtypes: tuple[str, str]
-    shards: ShardMap
-    host: HostFacts
-    contents: tuple[tuple[int, ...], ...]
 
 
 def diff(
@@ -82,12 +68,12 @@ def diff(
     progress(f"B: {b.path}")
     asked: tuple[LayerSpec, torch.Tensor] | None = None
     with _opened(b, specs[1], on_loading) as (runtime, forward, facts_b):
-        not_bits = _why_not_bits(facts_a, facts_b)
+        not_bits = facts_b.why_not_bits(facts_a)
         if tolerance is not None:
             not_bits = not_bits or "a tolerance was given"
         report = _compared(recorded, record(forward, token_ids), record(forward, token_ids, recorded), not_bits, tolerance)
         report.a, report.b = str(a.path), str(b.path)
-        report.contents = _differing_contents(facts_a, facts_b, specs[0])
+        report.contents = [(specs[0].layers[one.place].index, one.shard) for one in facts_b.other_contents(facts_a)]
         index = _layer_to_ask(report)
         if index is not None:
             layer = next(layer for layer in specs[1].layers if layer.index == index)
@@ -110,8 +96,8 @@ def _opened(side: Side, spec: ModelSpec, on_loading: LoadingReport | None) -> It
     try:
         with ExpertRuntime.start(side.topology, spec, on_loading=on_loading, **side.overrides) as runtime:
             host = open_host(side.path, runtime, micro_batches="1")
-            facts = _Facts(
-                spec.fingerprint, spec.dtype, runtime.wire_dtypes, shard_map(runtime), host_facts(host, runtime),
+            facts = PassFacts(
+                spec.fingerprint, runtime.wire_dtypes, shard_map(runtime), host_facts(host, runtime),
                 runtime.content_checksums(),
             )  # fmt: skip
             with closing(host.engine_forward(runtime.settings.kv_memory)) as forward:
@@ -121,53 +107,11 @@ def _opened(side: Side, spec: ModelSpec, on_loading: LoadingReport | None) -> It
         torch.set_num_threads(before)
 
 
-def _why_not_bits(a: _Facts, b: _Facts) -> str:
-    """Returns why the two runs need not have equal bits, an empty text where they must."""
-    for what, one, other in (
-        ("the checkpoints have other fingerprints", a.fingerprint, b.fingerprint),
-        ("the shard maps differ", _experts(a.shards), _experts(b.shards)),
-        ("the numerics classes differ", _classes(a), _classes(b)),
-        ("the weights are kept in other formats", _weights(a.shards), _weights(b.shards)),
-        ("the wire dtypes differ", a.wire_dtypes, b.wire_dtypes),
-        ("keys and values are kept in other dtypes", a.host.kv_dtype, b.host.kv_dtype),
-        ("other modules were taken over by host operators", set(a.host.operators), set(b.host.operators)),
-    ):
-        if one != other:
-            return what
-    claim = a.host.no_claim or b.host.no_claim
-    return f"equal bits are not promised: {claim}" if claim else ""
-
-
-def _experts(shards: ShardMap) -> list[list[tuple[int, ...]]]:
-    return [[terms.experts for terms in layer] for layer in shards]
-
-
-def _classes(facts: _Facts) -> tuple[Any, ...]:
-    return dict(facts.host.numerics), [[(terms.numerics, terms.architecture) for terms in layer] for layer in facts.shards]
-
-
-def _weights(shards: ShardMap) -> list[list[str]]:
-    return [[terms.weights for terms in layer] for layer in shards]
-
-
-def _differing_contents(a: _Facts, b: _Facts, spec: ModelSpec) -> list[tuple[int, int]]:
-    """Returns (index of the layer, shard) of the shards with other bytes, none where the files are
-    of two models or shards of other experts.
-    """
-    if a.fingerprint != b.fingerprint or _experts(a.shards) != _experts(b.shards):
-        return []
-    return [
-        (layer.index, shard_id)
-        for layer, ours, theirs in zip(spec.layers, a.contents, b.contents, strict=True)
-        for shard_id, (one, other) in enumerate(zip(ours, theirs, strict=True))
-        if one != other
-    ]
-
-
 def _compared(wanted: Recorded, free: Recorded, fed: Recorded, not_bits: str, tolerance: float | None) -> DiffReport:
     """Compares B as it ran, and B with A's inputs, with A."""
     if tolerance is None:
-        tolerance = _default_tolerance(wanted)
+        dtype = {torch.float32: "f32", torch.float16: "f16"}.get(wanted.stream[0].dtype, "bf16")
+        tolerance, _ = Bounds.of(dtype, wanted.num_layers).after_one_layer
     limit = tolerance if not_bits else None
     by_layer = {call.decoder_layer: index for index, call in wanted.calls.items()}
     layers = []
@@ -189,14 +133,6 @@ def _compared(wanted: Recorded, free: Recorded, fed: Recorded, not_bits: str, to
         logits=compare(free.logits, wanted.logits, limit), fed_logits=compare(fed.logits, wanted.logits, limit),
         kl=kl, top1=top1,
     )  # fmt: skip
-
-
-def _default_tolerance(recorded: Recorded) -> float:
-    dtype = {torch.float32: "f32", torch.float16: "f16"}.get(recorded.stream[0].dtype, "bf16")
-    bounds = Bounds.of(dtype, recorded.num_layers)
-    found = bounds.difference_rms if bounds.logits_rms is None else bounds.logits_rms
-    assert found is not None
-    return found
 
 
 def _compare_calls(one: LayerDiff, fed: RecordedCall, wanted: RecordedCall, limit: float | None) -> None:

@@ -1,5 +1,4 @@
-"""What `diff` found between two runs, and how two tensors are compared: bit by bit, or by the rms
-of their difference.
+"""What `diff` found between two runs.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,18 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far a tensor is from another one of rows [num_rows, size]: rms and largest difference
-    over the deviation of the other. `first_row` is the first one that parts, None where none does.
-    """
-
-    rms: float
-    largest: float
-    first_row: int | None
+from dflash_moe.proofs.two_passes import Difference
 
 
 @dataclass(slots=True)
@@ -129,42 +117,3 @@ class DiffReport:
     def to_json(self) -> dict[str, Any]:
         """Returns all fields, and the schema and case that result files have."""
         return {"schema": 1, "case": "diff", **asdict(self), "parts": self.parts, "fault": self.fault()}
-
-
-def compare(found: torch.Tensor, wanted: torch.Tensor, tolerance: float | None) -> Difference:
-    """Compares rows [num_rows, size]: they part where a bit differs, or with a `tolerance` where
-    the rms of all rows exceeds it.
-    """
-    same = _same_rows(found, wanted)
-    if bool(same.all()):
-        return Difference(0.0, 0.0, None)
-    exact = wanted.double()
-    deviation = float(exact.std(correction=0)) or 1.0
-    differences = (found.double() - exact) / deviation
-    by_row = differences.square().mean(dim=1).sqrt()
-    rms, largest = float(by_row.square().mean().sqrt()), float(differences.abs().max())
-    if tolerance is not None and rms <= tolerance:
-        return Difference(rms, largest, None)
-    parted = ~same if tolerance is None else ~(by_row <= tolerance)
-    return Difference(rms, largest, int(torch.nonzero(parted)[0, 0]))
-
-
-def _same_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Returns bool [num_rows]: which rows have the same bits. Values of two dtypes are widened."""
-    if one.dtype != other.dtype:
-        one, other = one.double(), other.double()
-    pairs = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
-    first, second = pairs
-    return (first == second).all(dim=1)
-
-
-def compare_logits(found: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """Returns the mean divergence KL(wanted || found) of the distributions at each position, in
-    nats, and the share of positions with the same best token. Both are [num_tokens, vocab_size].
-    """
-    divergence, num_same = 0.0, 0
-    for ours, theirs in zip(found, wanted, strict=True):
-        one, other = torch.log_softmax(ours.double(), 0), torch.log_softmax(theirs.double(), 0)
-        divergence += float(torch.nn.functional.kl_div(one, other, reduction="sum", log_target=True))
-        num_same += int(int(ours.argmax()) == int(theirs.argmax()))
-    return divergence / len(found), num_same / len(found)

@@ -22,6 +22,7 @@ from dflash_moe.model.spec import LayerSpec
 from dflash_moe.placement import Shard
 from dflash_moe.proofs.expert_truths import StoredExperts
 from dflash_moe.proofs.rounded_inputs import rounds_inputs
+from dflash_moe.proofs.two_passes import rms
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 
@@ -135,11 +136,6 @@ def _judged_max(ours: Any, theirs: Any, truth: Any) -> float:
     error = (ours.double() - truth).abs()
     difference = (ours.double() - theirs.double()).abs()
     return float(difference.where(error > (theirs.double() - truth).abs(), error).max())
-
-
-def rms(values: Any) -> float:
-    """Returns the root of the mean square, computed in float64."""
-    return float(values.double().square().mean().sqrt())
 
 
 def count_calls(runtime: ExpertRuntime) -> int:

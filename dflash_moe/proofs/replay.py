@@ -21,6 +21,7 @@ from dflash_moe.model.spec import ModelSpec, model_spec
 from dflash_moe.placement.imposed import check_map, impose
 from dflash_moe.proofs.receipt_record import digests_kept, host_facts
 from dflash_moe.proofs.replay_close import CloseResult, replay_close
+from dflash_moe.proofs.two_passes import Contents, host_difference, other_contents
 from dflash_moe.protocol.devices import DeviceChoice
 
 if TYPE_CHECKING:
@@ -160,15 +161,8 @@ def _check_host(receipt: Receipt, llm: LLM) -> None:
     ours, theirs = host_facts(llm.host, llm.runtime), receipt.host
     if ours.no_claim:
         raise UnsupportedError(f"replay: bits are not promised here: {ours.no_claim}")
-    for name in ("numerics", "kv_dtype"):
-        if getattr(ours, name) != getattr(theirs, name):
-            raise UnsupportedError(
-                f"replay: the host's {name} is {getattr(ours, name)} here, and {getattr(theirs, name)} in the receipt"
-            )
-    odd = sorted(set(ours.operators) ^ set(theirs.operators))
-    if odd:
-        who = "here and not in the receipt" if odd[0] in ours.operators else "in the receipt and not here"
-        raise UnsupportedError(f"replay: {len(odd)} host operators differ; {odd[0]} was taken over {who}")
+    if differs := host_difference(ours, theirs, ("here", "in the receipt")):
+        raise UnsupportedError(f"replay: {differs}")
 
 
 def _differing_digests(receipt: Receipt, digests: ResidualDigests) -> list[tuple[int, str]]:
@@ -201,17 +195,12 @@ def _differing_tokens(receipt: Receipt, tokens: list[int]) -> list[tuple[int, st
     return []
 
 
-def _differing_contents(receipt: Receipt, contents: tuple[tuple[int, ...], ...]) -> list[str]:
-    odd = [
-        (layer.index, shard_id, shard.content, found)
-        for layer, checksums in zip(receipt.layers, contents, strict=True)
-        for shard_id, (shard, found) in enumerate(zip(layer.shards, checksums, strict=True))
-        if shard.content != found
-    ]
+def _differing_contents(receipt: Receipt, contents: Contents) -> list[str]:
+    odd = other_contents(contents, [[shard.content for shard in layer.shards] for layer in receipt.layers])
     if not odd:
         return []
-    layer_index, shard_id, wanted, found = odd[0]
+    first = odd[0]
     return [
-        f"weights of {len(odd)} shards are not those of the receipt, first layer {layer_index}, shard {shard_id}: content "
-        f"checksum {found:#018x} here, {wanted:#018x} in the receipt"
+        f"weights of {len(odd)} shards are not those of the receipt, first layer {receipt.layers[first.place].index}, shard "
+        f"{first.shard}: content checksum {first.found:#018x} here, {first.wanted:#018x} in the receipt"
     ]

@@ -20,7 +20,7 @@ from dflash_moe.forward.forward import Forward, StepRows
 from dflash_moe.forward.host_model import open_host
 from dflash_moe.forward.residuals import SAMPLED_VALUES, ResidualDigests, residuals_shown
 from dflash_moe.placement.imposed import impose
-from dflash_moe.proofs.verify_report import Bounds
+from dflash_moe.proofs.two_passes import Bounds
 
 if TYPE_CHECKING:
     from dflash_moe.holders.fleet import LoadingReport
@@ -43,20 +43,6 @@ class CloseResult:
     # Whether tokens were judged: those that were drawn by chance are not.
     is_greedy: bool
     excesses: list[str] = field(default_factory=list)
-
-
-def stream_bounds(dtype: str, num_layers: int) -> tuple[float, float]:
-    """Returns the rms and the largest difference, over the deviation, that rows may have after
-    `num_layers` layers that were computed one after the other: the bounds of `verify`
-    (docs/numerics.md). In 16 bits those are of one layer, and each layer rounds the stream anew.
-    """
-    bounds = Bounds.of(dtype, num_layers)
-    if bounds.logits_rms is not None and bounds.logits_max is not None:
-        return bounds.logits_rms, bounds.logits_max
-    assert bounds.difference_rms is not None
-    assert bounds.difference_max is not None
-    depth = max(1.0, num_layers / 12)
-    return bounds.difference_rms * depth, bounds.difference_max * depth
 
 
 def replay_close(
@@ -98,7 +84,7 @@ def _logits(receipt: Receipt, forward: Forward, max_rows: int) -> torch.Tensor:
 
 def _judged(receipt: Receipt, digests: ResidualDigests, logits: torch.Tensor, found: CloseResult) -> CloseResult:
     stored = receipt.residuals
-    found.tolerance, most = stream_bounds(receipt.dtype, stored.num_layers)
+    found.tolerance, most = Bounds.of(receipt.dtype, stored.num_layers).after_layers(stored.num_layers)
     shape = (len(stored.positions), stored.num_layers, 1 + SAMPLED_VALUES)
     wanted = np.frombuffer(b"".join(stored.values), np.float32).reshape(shape).astype(np.float64)
     ours = np.stack([digests.values(position) for position in stored.positions]).astype(np.float64)

@@ -27,9 +27,10 @@ from dflash_moe.model.spec import model_spec
 from dflash_moe.operators.layers.reads import packed_linears
 from dflash_moe.proofs.eager_pass import EagerPass, FarRows, best_tokens, model_logits, run_eager, same_noise
 from dflash_moe.proofs.expert_truths import StoredExperts
-from dflash_moe.proofs.layer_parity import compare_layer, count_calls, held_formats, rms
+from dflash_moe.proofs.layer_parity import compare_layer, count_calls, held_formats
 from dflash_moe.proofs.start_check import check_start
-from dflash_moe.proofs.verify_report import Bounds, GreedyParity, PositionParity, VerifyReport, judge, rows_rms
+from dflash_moe.proofs.two_passes import Bounds, rms, rows_rms
+from dflash_moe.proofs.verify_report import GreedyParity, PositionParity, VerifyReport, judge
 
 if TYPE_CHECKING:
     from dflash_moe.holders.audit.contents import ContentsReport

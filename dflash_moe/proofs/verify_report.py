@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.proofs.rounded_inputs import rounds_below
+from dflash_moe.proofs.two_passes import Bounds, rms, rows_rms
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
@@ -30,35 +31,6 @@ FARTHER = 3.0
 # So much is never too much: where rounding has one early token choose another expert, all rows that
 # see it move by a part of this.
 LEAST_FARTHER = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """How much may differ. Differences are fractions of the standard deviation of the output, and
-    what is None is reported but not judged.
-    """
-
-    # The rms error against float64 may be so many times that of eager.
-    error_ratio: float
-    # The differences are those from eager.
-    difference_rms: float | None
-    difference_max: float | None
-    logits_rms: float | None
-    logits_max: float | None
-
-    @classmethod
-    def of(cls, dtype: str, num_layers: int) -> Bounds:
-        """Returns the bounds for a model of `num_layers` layers that runs in `dtype`."""
-        if dtype == "f32":
-            return cls(4.0, None, None, 2e-6 * max(1.0, num_layers / 12), 1e-5 * max(1.0, num_layers / 6))
-        if dtype == "f16":
-            return cls(0.5, 1.2e-3, 1.2e-2, None, None)
-        return cls(0.5, 1e-2, 1e-1, None, None)
-
-    @property
-    def tie(self) -> float | None:
-        """The largest gap of two logits that may be of either order: each may move by the bound."""
-        return None if self.logits_max is None else 2 * self.logits_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +71,7 @@ class PositionParity:
     def of(cls, positions: list[int], ours: Any, theirs: Any) -> PositionParity:
         """Compares logits [num_rows, vocab_size]."""
         difference = (ours - theirs) / theirs.std()
-        rms = float(difference.square().mean().sqrt())
-        return cls(len(positions), positions[-1], rms, float(difference.abs().max()), rows_rms(difference))
-
-
-def rows_rms(difference: Any) -> float:
-    """Returns the rms that a quarter of the rows of a difference exceed. Where an expert is chosen
-    otherwise, which is chance, a few rows are far off.
-    """
-    return float(difference.square().mean(-1).sqrt().quantile(0.75))
+        return cls(len(positions), positions[-1], rms(difference), float(difference.abs().max()), rows_rms(difference))
 
 
 @dataclass(slots=True)

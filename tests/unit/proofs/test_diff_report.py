@@ -13,7 +13,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from dflash_moe.proofs.diff_report import Difference, DiffReport, ExpertDiff, LayerDiff, compare, compare_logits
+from dflash_moe.proofs.diff_report import DiffReport, ExpertDiff, LayerDiff
+from dflash_moe.proofs.two_passes import Difference, compare, compare_logits
 
 SAME, PARTED = Difference(0.0, 0.0, None), Difference(0.5, 1.0, 3)
 

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("torch")
 
 from dflash_moe.proofs.layer_parity import LayerParity, _judged_max
-from dflash_moe.proofs.verify_report import Bounds, GreedyParity, PositionParity, VerifyReport, judge
+from dflash_moe.proofs.two_passes import Bounds
+from dflash_moe.proofs.verify_report import GreedyParity, PositionParity, VerifyReport, judge
 from dflash_moe.topology.numerics import CLASSES, class_on
 
 LAYER = LayerParity(0, "model.layers.0.mlp.experts", 96, 1e-7, 1e-7, 3e-8, 1e-7, 1e-6, True, 2, 2)
