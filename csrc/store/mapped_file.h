@@ -18,12 +18,16 @@
 
 namespace dflash::store {
 
-// What says that two readings of an open file saw the same bytes: its size, and when contents and
-// entry were changed last, of which nobody can set the second. The kernel notes the times of a
-// write before its first byte can be seen, so that who reads bytes and then these times has seen
-// the bytes of these times, or sees that they are others. They do not show what is stored through
-// somebody's writable mapping into a page that was written before, or written below the file
-// system; and on a network file system they are as old as its cache of attributes.
+// Tells whether a checkpoint file was changed since it was read: two equal states, each taken after
+// the bytes were read, mean that both readings saw the same bytes.
+//
+// Why that is enough: a program can set a file's modification time (st_mtime) back, but not the
+// time of its last change (st_ctime). The kernel updates both before the first byte of a write can
+// be read; so whoever saw a new byte sees a new time afterwards.
+//
+// What it does not show: stores through another process's writable mapping into a page that is
+// dirty already; writes below the file system, to the disk itself; and on a network file system
+// changes that are younger than the client's cache of attributes.
 struct FileState {
   int64_t size = 0, modified_ns = 0, changed_ns = 0;
   uint64_t num_faults = 0;  // pages of the mapping that could not be read

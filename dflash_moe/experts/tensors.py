@@ -177,8 +177,9 @@ class _View:
             self.address = int(value.__array_interface__["data"][0])
             self.shape = value.shape
             item_bytes = value.itemsize
-            # The elements of a field of packed records lie between whole items, where no stride in
-            # items leads.
+            # An array may be one field of records, as in `records["weight"]`. Its elements are then
+            # a record's bytes apart, which need not be a multiple of their own size, and need not
+            # be aligned. Strides are counted in elements below, so such an array is copied first.
             self.is_odd = self.address % item_bytes != 0 or any(stride % item_bytes for stride in value.strides)
             self.strides = tuple(stride // item_bytes for stride in value.strides)
             self.dtype = _NUMPY_DTYPES.get(value.dtype.name, value.dtype.name)

@@ -12,19 +12,22 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-# A step of fewer rows is never cut where a forecast decides: both halves read most experts that the
-# whole would.
+# A forecast never cuts a step of fewer rows into halves. With top_k experts a row, so few rows
+# reach only part of a layer's experts, and each half would reach most of that part: their weights
+# would be read twice, which costs more than the overlap with the host's own work saves.
 LEAST_ROWS = 64
 # Halves are chosen where they are predicted to save this share, and kept where they were measured
 # to save this one.
 LEAST_GAIN = 0.05
 KEPT_GAIN = 0.02
-# A size is judged by its last steps, halves from the third on, and nothing is predicted before so
-# many long steps were measured, because the first ones warm up.
+# The median of the last _KEPT steps of a size (`size_key`) says what that size takes. The first
+# steps are slow, because caches and workers' buffers are cold: so halves are judged from their
+# third step on, and nothing is predicted before three steps of LEAST_ROWS rows were measured.
 _KEPT = 9
 _JUDGED = 3
-# After this many steps of a size with one choice the other is tried once, because times change;
-# halves only where they cost at most this share more when they were measured last.
+# Times change, with the load of a worker or the length of contexts. So the choice that was not
+# taken is tried once after TRY_AGAIN steps of a size; halves only where they took at most
+# _WORTH_TRYING times as long as the whole step when they were measured last.
 TRY_AGAIN = 64
 _WORTH_TRYING = 1.25
 # Why something is chosen.

@@ -119,8 +119,10 @@ class Fleet:
             transport = choose_transport(worker.name, address, self._settings.transport)
             if worker.name in held:
                 first = held[worker.name][0]
-                # What it states is what it is asked for, though its first shard may be another
-                # worker's, whose class a preset still chooses.
+                # A worker computes in one numerics class. Where its entry in the topology states
+                # `activations`, that decides, and not its first shard: that one may be there on
+                # behalf of another worker, as a replica, in a class that the preset chose. A
+                # receipt's shard map (`imposed`) names the class of each shard and wins over both.
                 is_bound = worker.activations is not None and topology.placement.imposed is None
                 numerics = topology.numerics_of(worker.name) if is_bound else first.numerics
                 self.members[worker.name] = self.new_holder(
