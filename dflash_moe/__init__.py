@@ -26,7 +26,7 @@ from dflash_moe.version import __version__
 
 if TYPE_CHECKING:
     from dflash_moe.engine.llm import LLM
-    from dflash_moe.engine.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.sampling_params import SamplingParams
     from dflash_moe.engine.text import Chunk, Completion
     from dflash_moe.experts.expert_call import ExpertCall
     from dflash_moe.experts.expert_runtime import ExpertRuntime
@@ -38,7 +38,7 @@ _LAZY = {
     "Chunk": "dflash_moe.engine.text",
     "Completion": "dflash_moe.engine.text",
     "LLM": "dflash_moe.engine.llm",
-    "SamplingParams": "dflash_moe.engine.sampling_params",
+    "SamplingParams": "dflash_moe.engine.sampling.sampling_params",
     "ExpertRuntime": "dflash_moe.experts.expert_runtime",
     "Topology": "dflash_moe.topology",
     "load_model": "dflash_moe.integrations.transformers",

@@ -22,9 +22,9 @@ from dflash_moe.engine import step_run
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.logprobs import TokenLogprobs
-from dflash_moe.engine.sample import Sampled, Sampler, SampleRow
-from dflash_moe.engine.sampling_state import SamplingState
+from dflash_moe.engine.sampling.logprobs import TokenLogprobs
+from dflash_moe.engine.sampling.sample import Sampled, Sampler, SampleRow
+from dflash_moe.engine.sampling.sampling_state import SamplingState
 from dflash_moe.forward.blocks import BlockPool
 from dflash_moe.forward.forward import Forward, StepRows
 from dflash_moe.forward.host_model import HostModel

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_moe.engine.request import LENGTH, Request
-from dflash_moe.engine.sampling_params import SamplingParams
-from dflash_moe.engine.sampling_state import SamplingState
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_state import SamplingState
 from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan
 from dflash_moe.forward.block_hashes import BlockHashes
 from dflash_moe.forward.blocks import BlockPool

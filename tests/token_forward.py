@@ -21,7 +21,7 @@ from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.request import TokenDelta
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.forward.block_hashes import BlockHashes
 from dflash_moe.forward.blocks import BlockPool
 from dflash_moe.forward.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond

@@ -134,7 +134,7 @@ def _engine(forward: Any, max_requests: int, *, prefix_cache: bool) -> Any:
 
 
 def _params(drawn: Drawn) -> Any:
-    from dflash_moe.engine.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
     return SamplingParams(**drawn.sampling)
 

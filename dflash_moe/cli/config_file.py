@@ -131,7 +131,7 @@ def _parsed(name: str, value: Value) -> Any:
     try:
         if name in SETTINGS_BY_NAME:
             return SETTINGS_BY_NAME[name].check(value.scalar(), name)
-        from dflash_moe.engine.sampling_params import SamplingParams
+        from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
         return getattr(SamplingParams(**{name: value.scalar()}), name)  # type: ignore[arg-type]
     except ConfigError as error:

@@ -41,7 +41,7 @@ COMMANDS = {
         "simulate": "failures in virtual time: wrong numbers, hangs",
     },
 }
-FOLDERS = {"bench", "chat", "doctor", "llama"}
+FOLDERS = {"bench", "chat", "doctor", "generate", "llama"}
 NAMES = tuple(name for commands in COMMANDS.values() for name in commands)
 # What other programs call a command, and what this one says to it.
 ELSEWHERE = {

@@ -12,7 +12,7 @@ import typer
 
 from dflash_moe.cli.help_page import FORMER_NAMES, SAMPLING
 from dflash_moe.cli.options import MAX_SEED
-from dflash_moe.engine.sampling_params import MAX_TEMPERATURE, SamplingParams
+from dflash_moe.engine.sampling.sampling_params import MAX_TEMPERATURE, SamplingParams
 from dflash_moe.errors import ConfigError
 
 

@@ -24,12 +24,12 @@ from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.length_limit import LengthLimit, length_limit
 from dflash_moe.engine.prompt_check import LengthWarning, checked_prompt
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
-from dflash_moe.engine.sampling_params import SamplingParams
-from dflash_moe.engine.sampling_state import SamplingState
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_state import SamplingState
+from dflash_moe.engine.sampling.token_masks import MaskRequest, MaskThread
 from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan, begins_followers
 from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun, StepRuns
-from dflash_moe.engine.token_masks import MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, shown
 from dflash_moe.forward.forward import Forward
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.forward.forward import Forward
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.logprobs import TokenLogprobs
-    from dflash_moe.engine.sampling_params import SamplingParams
-    from dflash_moe.engine.sampling_state import SamplingState
+    from dflash_moe.engine.sampling.logprobs import TokenLogprobs
+    from dflash_moe.engine.sampling.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.sampling_state import SamplingState
     from dflash_moe.forward.block_hashes import BlockHashes
     from dflash_moe.forward.forward import TokenSequence
 

@@ -14,7 +14,7 @@ from dflash_moe.engine.text import ChoiceText, Chunk, Completion
 if TYPE_CHECKING:
     from dflash_moe.engine.delivery import TokenStream
     from dflash_moe.engine.request import TokenDelta
-    from dflash_moe.engine.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
 
 class RequestText:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from operator import itemgetter, sub
 from typing import Protocol
 
-from dflash_moe.engine.acceptance import PROBE_DRAFTS, Acceptance
 from dflash_moe.engine.prompt_lookup import PromptLookup
+from dflash_moe.engine.sampling.acceptance import PROBE_DRAFTS, Acceptance
 from dflash_moe.engine.step_price import StepPrice
 from dflash_moe.errors import ConfigError
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.request import Request
-from dflash_moe.engine.sample import Sampled, Sampler, SampleRow
+from dflash_moe.engine.sampling.logprobs import TokenLogprobs
+from dflash_moe.engine.sampling.sample import Sampled, Sampler, SampleRow
+from dflash_moe.engine.sampling.token_masks import MaskThread
 from dflash_moe.engine.schedule import PlannedRows, StepPlan
-from dflash_moe.engine.token_masks import MaskThread
 from dflash_moe.errors import DflashError
 from dflash_moe.forward.forward import Forward, RunStep, StepRows
 

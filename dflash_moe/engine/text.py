@@ -16,7 +16,7 @@ from dflash_moe.errors import DflashError
 from dflash_moe.integrations.generation import TextStream
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.logprobs import TokenLogprobs
+    from dflash_moe.engine.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

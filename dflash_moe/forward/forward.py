@@ -18,8 +18,8 @@ import torch
 from dflash_moe.errors import ConfigError
 from dflash_moe.forward.block_hashes import BlockHashes
 from dflash_moe.forward.blocks import MAX_BLOCKS, BlockPool
+from dflash_moe.forward.halves.micro_batches import MicroBatches
 from dflash_moe.forward.layer_loop import LayerLoop
-from dflash_moe.forward.micro_batches import MicroBatches
 from dflash_moe.forward.paged_cache import PagedCache
 from dflash_moe.forward.residuals import StreamReader
 from dflash_moe.forward.rotary_tables import RotaryTables, find_rotary_modules, stand_in

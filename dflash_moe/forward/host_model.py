@@ -17,9 +17,9 @@ import torch
 
 from dflash_moe.forward.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.forward.forward import Forward, PackedForward, refuse_length
+from dflash_moe.forward.halves.micro_batches import MicroBatches
 from dflash_moe.forward.independence import find_dependence, find_far_dependence
 from dflash_moe.forward.kv_budget import KvShape, block_bytes, kv_blocks, most_blocks
-from dflash_moe.forward.micro_batches import MicroBatches
 from dflash_moe.forward.one_sequence import OneSequenceForward
 from dflash_moe.forward.paged_cache import PagedCache
 from dflash_moe.forward.rotary_tables import find_rotary_modules
@@ -82,7 +82,7 @@ def open_host(path: str | Path, runtime: ExpertRuntime, *, micro_batches: str | 
     """Loads the model of `path` without its routed experts, which `runtime` computes, and takes it
     over as the runtime's settings say: host.operators, host.activations and those of the engine.
     Where torch's operators stay, as they do on a card, attention reads pages all the same.
-    `micro_batches` is auto, 1 or 2 (forward/micro_batches.py), by default the setting's.
+    `micro_batches` is auto, 1 or 2 (forward/halves/micro_batches.py), by default the setting's.
 
     Errors are those of `load_model` and `open_host_model`.
     """

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 from dflash_moe.model.architecture import load_architecture
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.gguf_architectures.gguf_experts import EXPERTS, experts_of
 from dflash_moe.model.gguf_architectures.reading import ARCHITECTURES, gguf_settings
 from dflash_moe.model.gguf_architectures.record import GgufArchitecture, GgufFile
-from dflash_moe.model.gguf_experts import EXPERTS, experts_of
 from dflash_moe.model.host_size import HostSize, dense_size, dense_size_of_tensors, host_size
 from dflash_moe.model.spec import LayerSpec, spec_of, stored_dtype
 

@@ -19,7 +19,7 @@ from dflash_moe.errors import CheckpointError, ConfigError, DflashError, Unsuppo
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.formats.stored_tensor import TensorInfo
 from dflash_moe.model.formats.stub_pages import LEAST_MARKED_BYTES, holds_experts, page, region
-from dflash_moe.model.gguf_experts import gguf_experts
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
 
 STEP_BYTES = 8 << 20
 # File systems keep data in blocks of this size, and a short region may lie in two.

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Turns(Protocol):
-    """The turns of a half of a step (`HalfTurns` of forward/half_turns.py)."""
+    """The turns of a half of a step (`HalfTurns` of forward/halves/half_turns.py)."""
 
     def leave(self) -> None:
         """Ends the turn of this half because it awaits its experts."""

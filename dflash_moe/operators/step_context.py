@@ -3,7 +3,8 @@ each of its two halves, and passed on.
 
 Where a model's own modules stand between who calls and who is called, one slot carries it (no slot
 of the pages): `computing` fills and empties it, and forward/ alone calls that. Each thread has its
-own, because two halves of a step run through the same modules at once (forward/micro_batches.py).
+own, because two halves of a step run through the same modules at once
+(forward/halves/micro_batches.py).
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, ProtocolError
 from dflash_moe.proofs.receipt_fields import Fields
 from dflash_moe.protocol.messages import compress_experts, expand_experts

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dflash_moe.engine.llm import LLM
-    from dflash_moe.engine.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.sampling_params import SamplingParams
     from dflash_moe.experts.expert_runtime import ExpertRuntime
     from dflash_moe.forward.host_model import HostModel
     from dflash_moe.topology.spec import ShardMap

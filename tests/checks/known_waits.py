@@ -207,11 +207,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/forward/rotary_tables.py": {
         "lock self._lock": "bounded: held while tables of cosines are computed; nobody waits for anything else within it",
     },
-    "dflash_moe/engine/token_masks.py": {
+    "dflash_moe/engine/sampling/token_masks.py": {
         "call self._condition.wait": "bounded: it waits for requests for as long as its engine lives; close() wakes it",
         "lock self._condition": "bounded: held over tables and a thread's start; masks are asked without it, waits give it up",
     },
-    "dflash_moe/forward/two_halves.py": {
+    "dflash_moe/forward/halves/two_halves.py": {
         "call jobs.get": "bounded: it waits for halves for as long as its model lives; close() and its end put None",
     },
     "dflash_moe/integrations/parameter_values.py": {

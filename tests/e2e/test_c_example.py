@@ -19,7 +19,7 @@ pytest.importorskip("gguf")
 
 import dflash_moe as dm
 from dflash_moe import _core
-from dflash_moe.model.gguf_experts import gguf_model_spec
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_model_spec
 from dflash_moe.testing.tiny_gguf import tiny_gguf
 
 ROOT = Path(__file__).resolve().parents[2]

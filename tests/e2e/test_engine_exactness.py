@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dflash_moe.engine.generation import generate_tokens
-from dflash_moe.engine.token_masks import DEADLINE_S
+from dflash_moe.engine.sampling.token_masks import DEADLINE_S
 from dflash_moe.forward.host_model import HostModel, open_host
 from tests.engine_runs import CASES, WAYS, Alone, Asked, EngineRun, asked, come_and_go, engine_run
 from tests.float_modes import FOREIGN_MODES, float_mode

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_moe.errors import DflashError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
-from dflash_moe.model.gguf_experts import gguf_experts
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
 from dflash_moe.model.stub import write_stub
 from dflash_moe.topology import Topology
 from tests.gguf_cases import expected, write_experts

@@ -17,10 +17,10 @@ import torch
 
 from dflash_moe.errors import DflashError, EngineError, WorkerLost
 from dflash_moe.experts.expert_call import BoundExperts
-from dflash_moe.forward import micro_batches
 from dflash_moe.forward.forward import PackedForward, StepRows
-from dflash_moe.forward.half_steps import Cut
-from dflash_moe.forward.half_turns import HalfTurns
+from dflash_moe.forward.halves import micro_batches
+from dflash_moe.forward.halves.half_steps import Cut
+from dflash_moe.forward.halves.half_turns import HalfTurns
 from dflash_moe.forward.host_model import open_host
 from dflash_moe.integrations.transformers import ExpertRoute
 from dflash_moe.model.architecture import find_experts

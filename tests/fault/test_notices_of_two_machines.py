@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_moe.cli.generate_report import carried
+from dflash_moe.cli.generate.generate_report import carried
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import control

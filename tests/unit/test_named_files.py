@@ -16,8 +16,8 @@ import pytest
 
 from dflash_moe.bench.results import read_result
 from dflash_moe.cli.config_file import read_config_file
-from dflash_moe.cli.prompt_files import given_prompts
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.cli.generate.prompt_files import given_prompts
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.errors import DflashError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.named_files import open_named

@@ -39,7 +39,7 @@ def attention(
     from bench.lab.attention import AttentionParams, run_attention
 
     if plot is not None:
-        from dflash_moe.bench.plot import check_output
+        from dflash_moe.bench.plots.plot import check_output
 
         check_output(plot)
     params = AttentionParams(

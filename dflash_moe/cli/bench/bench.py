@@ -189,7 +189,7 @@ def decode(
 def _check_plot(plot: Path | None) -> None:
     """Refuses a picture that cannot be drawn, before the work is done."""
     if plot is not None:
-        from dflash_moe.bench.plot import check_output
+        from dflash_moe.bench.plots.plot import check_output
 
         check_output(plot)
 

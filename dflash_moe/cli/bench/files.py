@@ -83,7 +83,7 @@ def plot(
     ] = False,
 ) -> None:
     """Draw recorded results; several files of a case are drawn below each other."""
-    from dflash_moe.bench.plot import check_output, draw, draw_timeline
+    from dflash_moe.bench.plots.plot import check_output, draw, draw_timeline
     from dflash_moe.bench.results import read_result
 
     options.prepare_outputs(out)

@@ -53,7 +53,7 @@ def store_plot(recorder: Recorder, plot: Path | None) -> None:
     """Draws the finished result, and beside it its timelines where it has some."""
     if plot is None or recorder.result is None:
         return
-    from dflash_moe.bench.plot import draw, draw_timeline, timeline_path
+    from dflash_moe.bench.plots.plot import draw, draw_timeline, timeline_path
 
     found = recorder.result.as_json()
     draw([("this run", found)], plot)

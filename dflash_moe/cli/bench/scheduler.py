@@ -47,7 +47,7 @@ def scheduler(
     from dflash_moe.bench.scheduler import SchedulerParams, run_scheduler
 
     if plot is not None:
-        from dflash_moe.bench.plot import check_output
+        from dflash_moe.bench.plots.plot import check_output
 
         check_output(plot)
     params = SchedulerParams(

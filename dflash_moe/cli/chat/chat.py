@@ -27,7 +27,7 @@ from dflash_moe.errors import ConfigError
 if TYPE_CHECKING:
     from dflash_moe.cli.chat.terminal import Terminal
     from dflash_moe.engine.chat_history import ChatHistory
-    from dflash_moe.engine.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
 # Long enough for an answer that thinks first; Ctrl-C ends one that does not come to an end.
 MAX_TOKENS = 2048

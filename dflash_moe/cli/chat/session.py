@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dflash_moe.cli import generate_report, options
+from dflash_moe.cli import options
+from dflash_moe.cli.generate import generate_report
 from dflash_moe.cli.live_text import Rate, live_text
 from dflash_moe.engine.chat_history import CHANNEL, Window
 from dflash_moe.errors import ConfigError
@@ -21,7 +22,7 @@ from dflash_moe.errors import ConfigError
 if TYPE_CHECKING:
     from dflash_moe.engine.chat_history import ChatHistory, Prompt
     from dflash_moe.engine.llm import LLM
-    from dflash_moe.engine.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
 # A prompt leaves at least one part of so many of the context for the answer, where turns can be
 # left out for it.

@@ -185,7 +185,7 @@ def _describe(path: Path, *, has_own_workers: bool) -> tuple[HandoverModel, list
     """
     from dflash_moe.cli.left_out import grouped
     from dflash_moe.handover.handover_plan import HandoverModel
-    from dflash_moe.model.gguf_experts import gguf_experts
+    from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
     from dflash_moe.model.tensor_sample import tensor_sample
     from dflash_moe.protocol.handover import PlannedTensor
 

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from dflash_moe.bench import plot_experts
+from dflash_moe.bench.plots import experts as plot_experts
 from dflash_moe.bench.results import timing_fields
 from dflash_moe.cli import main
 

@@ -108,7 +108,7 @@ def test_a_worker_starts_without_the_modules_of_other_commands():
     assert "'dflash_moe.cli.worker'" in loaded
     for module in (
         "dflash_moe.cli.bench.bench",
-        "dflash_moe.cli.generate",
+        "dflash_moe.cli.generate.generate",
         "dflash_moe.experts",
         "dflash_moe.holders",
         "numpy",
@@ -119,13 +119,13 @@ def test_a_worker_starts_without_the_modules_of_other_commands():
 
 def test_help_of_all_commands_imports_none_of_them():
     loaded = modules_of("--help")
-    for module in ("dflash_moe.cli.generate", "dflash_moe.cli.options", "dflash_moe.config.settings", "rich", "yaml"):
+    for module in ("dflash_moe.cli.generate.generate", "dflash_moe.cli.options", "dflash_moe.config.settings", "rich", "yaml"):
         assert f"'{module}'" not in loaded, module
 
 
 def test_help_of_a_command_imports_what_describes_its_options_only():
     loaded = modules_of("generate", "--help")
-    assert "'dflash_moe.cli.generate'" in loaded
+    assert "'dflash_moe.cli.generate.generate'" in loaded
     for module in (
         "dflash_moe.cli.chat.chat",
         "dflash_moe.experts",

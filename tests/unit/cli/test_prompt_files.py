@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_moe.cli.prompt_files import given_prompts
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.cli.generate.prompt_files import given_prompts
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError
 
 BASE = SamplingParams(temperature=0, max_tokens=9, seed=3)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dflash_moe.engine.draw import (
+from dflash_moe.engine.sampling.draw import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     draw,
@@ -22,7 +22,7 @@ from dflash_moe.engine.draw import (
     threshold_of_all,
     threshold_of_some,
 )
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
 LARGEST_UNIFORM = 1.0 - 2.0**-53
 # Weights are rounded to 2^-41 of the largest one, which for 64 tokens is below this in the sum.

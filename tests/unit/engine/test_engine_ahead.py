@@ -15,7 +15,7 @@ import pytest
 from dflash_moe.engine.delivery import Call
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.request import CANCELLED, LENGTH, STOP
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from tests.token_forward import (
     VOCAB,
     Held,

@@ -18,8 +18,8 @@ from dflash_moe.engine import engine as engine_module
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH
-from dflash_moe.engine.sample import Sampled, Sampler
-from dflash_moe.engine.token_masks import MAX_STUCK, MaskThread
+from dflash_moe.engine.sampling.sample import Sampled, Sampler
+from dflash_moe.engine.sampling.token_masks import MAX_STUCK, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, WorkerLost
 from tests.token_forward import (
     PATIENCE_S,

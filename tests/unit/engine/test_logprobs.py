@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_moe.engine.logprobs import TokenLogprobs, pack, packed_size, unpack
+from dflash_moe.engine.sampling.logprobs import TokenLogprobs, pack, packed_size, unpack
 
 
 def logprobs_of(logits: torch.Tensor, token_id: int, num_best: int) -> TokenLogprobs:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_moe.engine.sample import Sampler, SampleRow
-from dflash_moe.engine.sampling_params import SamplingParams
-from dflash_moe.engine.sampling_state import SamplingState, uniform_of
+from dflash_moe.engine.sampling.sample import Sampler, SampleRow
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_state import SamplingState, uniform_of
 from dflash_moe.errors import ConfigError, DflashError, EngineError
 
 PROMPT, OUTPUTS = [3, 3, 8, 90], [5, 8, 5, 5]

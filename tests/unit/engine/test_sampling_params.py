@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 
-from dflash_moe.engine.sampling_params import MAX_SEED, SamplingParams
+from dflash_moe.engine.sampling.sampling_params import MAX_SEED, SamplingParams
 from dflash_moe.errors import ConfigError
 
 NAN, INF = float("nan"), float("inf")
@@ -92,7 +92,6 @@ def test_a_mask_is_a_function_or_an_object_with_a_method():
 
 
 def test_the_parameters_need_no_torch():
-    program = (
-        "import sys, dflash_moe.engine.sampling_params as module; module.SamplingParams(); sys.exit('torch' in sys.modules)"
-    )
+    module = "dflash_moe.engine.sampling.sampling_params"
+    program = f"import sys, {module} as module; module.SamplingParams(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

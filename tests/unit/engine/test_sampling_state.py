@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_moe.engine.sampling_params import MAX_SEED, SamplingParams
-from dflash_moe.engine.sampling_state import SamplingState, uniform_of
+from dflash_moe.engine.sampling.sampling_params import MAX_SEED, SamplingParams
+from dflash_moe.engine.sampling.sampling_state import SamplingState, uniform_of
 
 GOLDEN = ["0x1.93cc75bb5db81p-1", "0x1.b6f6a2d1b25dfp-1", "0x1.938a5f8aca3b0p-2"]
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_moe.engine.acceptance import LAST_WAIT, PROBE_CREDIT, PROBE_DRAFTS, PROBE_SHARE, Acceptance
 from dflash_moe.engine.prompt_lookup import CATCH_UP, PromptLookup
+from dflash_moe.engine.sampling.acceptance import LAST_WAIT, PROBE_CREDIT, PROBE_DRAFTS, PROBE_SHARE, Acceptance
 from dflash_moe.engine.speculate import MAX_DRAFTS, Drafter, Speculator, choose_counts
 from dflash_moe.engine.step_price import POINTS, StepPrice
 from dflash_moe.errors import ConfigError

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.request import LENGTH, STOP, TokenDelta
+from dflash_moe.engine.sampling.logprobs import TokenLogprobs
 from dflash_moe.engine.text import ChoiceText, Chunk
 from dflash_moe.errors import RequestCancelled, WorkerLost
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_moe.engine.token_masks import MAX_STUCK, MaskAnswer, MaskRequest, MaskThread
+from dflash_moe.engine.sampling.token_masks import MAX_STUCK, MaskAnswer, MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, UnsupportedError
 
 VOCAB = 7

@@ -22,7 +22,7 @@ import torch
 import dflash_moe
 from dflash_moe.config import MemoryBudget
 from dflash_moe.forward.forward import PackedForward, StepRows
-from dflash_moe.forward.micro_batches import MicroBatches
+from dflash_moe.forward.halves.micro_batches import MicroBatches
 from dflash_moe.forward.one_sequence import OneSequenceForward
 from dflash_moe.forward.torch_model import page_torch_model
 from dflash_moe.model.architecture import find_experts, find_model_class

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_moe.forward.blocks import BlockPool
-from dflash_moe.forward.half_steps import Cut, choose_cut, half_of, rows_between
-from dflash_moe.forward.half_turns import HalfTurns
+from dflash_moe.forward.halves.half_steps import Cut, choose_cut, half_of, rows_between
+from dflash_moe.forward.halves.half_turns import HalfTurns
 from dflash_moe.forward.sequence import SequenceBlocks
 from dflash_moe.forward.step_blocks import StepBlocks
 from dflash_moe.operators.step_context import StepContext, no_order

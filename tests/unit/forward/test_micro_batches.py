@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dflash_moe.errors import ConfigError
-from dflash_moe.forward.micro_batches import MicroBatches
-from dflash_moe.forward.split_forecast import LEAST_ROWS, MEASURED, PREDICTED, TRIED, Choice, SplitForecast
+from dflash_moe.forward.halves.micro_batches import MicroBatches
+from dflash_moe.forward.halves.split_forecast import LEAST_ROWS, MEASURED, PREDICTED, TRIED, Choice, SplitForecast
 from dflash_moe.operators.step_context import StepContext
 
 ROWS = 96

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_moe.forward.split_forecast import LEAST_ROWS, TRY_AGAIN, SplitForecast, StepTimes, pipelined_s
+from dflash_moe.forward.halves.split_forecast import LEAST_ROWS, TRY_AGAIN, SplitForecast, StepTimes, pipelined_s
 
 LAYERS = 10
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dflash_moe.errors import EngineError
-from dflash_moe.forward.half_turns import HalfStopped, HalfTurns
-from dflash_moe.forward.two_halves import TwoHalves
+from dflash_moe.forward.halves.half_turns import HalfStopped, HalfTurns
+from dflash_moe.forward.halves.two_halves import TwoHalves
 from dflash_moe.operators.step_clock import StepClock
 
 LIMIT_S = 30.0

@@ -92,7 +92,7 @@ def test_the_model_is_that_of_the_source(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_workers_find_the_experts(name, tmp_path):
-    from dflash_moe.model.gguf_experts import gguf_experts
+    from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
     from dflash_moe.model.spec import model_spec
 
     path = unpacked(name, tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.ffn import ACTIVATIONS, FfnSpec
 from dflash_moe.model.gguf_architectures.expert_formulas import FORMULAS, REFUSED
-from dflash_moe.model.gguf_experts import gguf_experts, gguf_model_spec
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts, gguf_model_spec
 from tests.expert_cases import make_checkpoint
 from tests.gguf_cases import write_experts
 

@@ -24,7 +24,7 @@ from dflash_moe.model.formats.gguf_header import BLOCK_TYPES
 from dflash_moe.model.formats.stored_tensor import TensorInfo
 from dflash_moe.model.formats.stub_pages import MAGIC, page, region
 from dflash_moe.model.formats.weight_formats import FORMATS, STORED_NAMES
-from dflash_moe.model.gguf_experts import gguf_experts
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
 from dflash_moe.model.stub import write_stub
 from tests.gguf_cases import write_experts
 

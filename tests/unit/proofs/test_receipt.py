@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError
 from dflash_moe.proofs.receipt import (
     HostFacts,

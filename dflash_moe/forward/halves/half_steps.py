@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from dflash_moe.config import BLOCK_TOKENS
-from dflash_moe.forward.half_turns import HalfTurns
+from dflash_moe.forward.halves.half_turns import HalfTurns
 from dflash_moe.operators.step_clock import StepClock
 from dflash_moe.operators.step_context import StepContext, no_order
 

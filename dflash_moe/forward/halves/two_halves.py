@@ -18,7 +18,7 @@ import torch
 
 from dflash_moe import _core
 from dflash_moe.errors import EngineError
-from dflash_moe.forward.half_turns import HalfStopped, HalfTurns
+from dflash_moe.forward.halves.half_turns import HalfStopped, HalfTurns
 
 # What computes a half. It is told the turns of its step.
 Half = Callable[[HalfTurns], torch.Tensor]

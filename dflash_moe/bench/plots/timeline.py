@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_moe.bench.plot_axes import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Named, heading, seconds_text
+from dflash_moe.bench.plots.axes import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Named, heading, seconds_text
 
 FIELDS = (
     "worker", "call", "num_rows", "encode_start_ns", "published_ns", "arrived_ns", "combined_ns", "worker_received_ns",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_moe.bench.plot_axes import (
+from dflash_moe.bench.plots.axes import (
     BLACK,
     GREY,
     MIB,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_moe.bench.plot_axes import BLACK, CYCLE, MARKERS, Named, bars, heading, quiet
+from dflash_moe.bench.plots.axes import BLACK, CYCLE, MARKERS, Named, bars, heading, quiet
 
 ROUND_TRIP_FIELDS = ("payload_bytes", "p50_us", "floor_us", "bytes_per_s", "memcpy_bytes_per_s")
 CALL_FIELDS = ("transport", "added_p50_us", "added_p99_us")

@@ -62,8 +62,8 @@ class SamplingParams:
 
     A choice ends at `max_tokens`, at a token of `stop_token_ids`, at a text of `stop`, and at the
     model's own last token but for `ignore_eos`. `logprobs` asks for log-probabilities of each token
-    and of so many alternatives. `token_mask` is a `TokenMask` of engine/token_masks.py, or a
-    function like its method.
+    and of so many alternatives. `token_mask` is a `TokenMask` of `engine.sampling.token_masks`, or
+    a function like its method.
 
     Errors: ConfigError, which names the field, its value and the allowed ones.
     """

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import generate_report, help_page, options, sampling_options
+from dflash_moe.cli import help_page, options, sampling_options
+from dflash_moe.cli.generate import generate_report
+from dflash_moe.cli.generate.prompt_files import GivenPrompt, GivenPrompts, given_prompts
 from dflash_moe.cli.live_text import Rate, Write, live_text
 from dflash_moe.cli.loading import doing_shown, loading_shown
-from dflash_moe.cli.prompt_files import GivenPrompt, GivenPrompts, given_prompts
 from dflash_moe.cli.sampling_options import sampling_params
 from dflash_moe.errors import ConfigError, DflashError
 

@@ -14,7 +14,7 @@ import math
 import numpy as np
 import torch
 
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
 # These stand in the place of a token id where a row has none.
 NOT_FINITE = -1

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
 # It keeps these numbers apart from every other use of the hash.
 _PERSON = b"dflash sampling"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_moe.bench.plot_axes import BLUE, CYCLE, GREY, Named, bars, dots, heading, quiet, seconds_text
+from dflash_moe.bench.plots.axes import BLUE, CYCLE, GREY, Named, bars, dots, heading, quiet, seconds_text
 
 FIELDS = ("batch", "samples_s", "decode_tokens", "decode_tokens_per_s")
 TIMES = ("ttft_s", "tpot_s")

@@ -12,8 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.bench import plot_attention, plot_experts, plot_ipc, plot_modes, plot_scheduler, plot_timeline
-from dflash_moe.bench.plot_axes import Named
+from dflash_moe.bench.plots import attention as plot_attention
+from dflash_moe.bench.plots import experts as plot_experts
+from dflash_moe.bench.plots import ipc as plot_ipc
+from dflash_moe.bench.plots import modes as plot_modes
+from dflash_moe.bench.plots import scheduler as plot_scheduler
+from dflash_moe.bench.plots import timeline as plot_timeline
+from dflash_moe.bench.plots.axes import Named
 from dflash_moe.bench.results import require_fields
 from dflash_moe.errors import ConfigError, UnsupportedError
 

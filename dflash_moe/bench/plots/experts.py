@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_moe.bench.plot_axes import BLACK, CYCLE, GREY, MARKERS, Named, heading
+from dflash_moe.bench.plots.axes import BLACK, CYCLE, GREY, MARKERS, Named, heading
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 FIELDS = ("format", "tokens", "gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_moe.engine import logprobs
-from dflash_moe.engine.draw import MAX_VOCAB_SIZE, NOT_FINITE, NOTHING_ALLOWED, draw, greedy_ids
-from dflash_moe.engine.logprobs import TokenLogprobs
-from dflash_moe.engine.sampling_state import SamplingState
+from dflash_moe.engine.sampling import logprobs
+from dflash_moe.engine.sampling.draw import MAX_VOCAB_SIZE, NOT_FINITE, NOTHING_ALLOWED, draw, greedy_ids
+from dflash_moe.engine.sampling.logprobs import TokenLogprobs
+from dflash_moe.engine.sampling.sampling_state import SamplingState
 from dflash_moe.errors import ConfigError, DflashError, EngineError
 
 # It stands in the place of a token id where the row was refused before anything was computed.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.config.values import did_you_mean
-from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.named_files import open_named
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_moe.bench.plot_axes import CYCLE, MARKERS, Named, bars, heading, quiet
+from dflash_moe.bench.plots.axes import CYCLE, MARKERS, Named, bars, heading, quiet
 
 FIELDS = ("kv_dtype", "rows", "context", "threads", "us", "share_of_read", "share_of_peak")
 APPEND_FIELDS = ("kv_dtype", "through", "calls", "us")

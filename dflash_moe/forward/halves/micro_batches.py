@@ -17,8 +17,8 @@ import torch
 
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.experts.auto import log
-from dflash_moe.forward.half_steps import Cut, choose_cut, half_of
-from dflash_moe.forward.split_forecast import (
+from dflash_moe.forward.halves.half_steps import Cut, choose_cut, half_of
+from dflash_moe.forward.halves.split_forecast import (
     LEAST_ROWS,
     PREDICTED,
     TRIED,
@@ -28,7 +28,7 @@ from dflash_moe.forward.split_forecast import (
     StepTimes,
     size_key,
 )
-from dflash_moe.forward.two_halves import Half, TwoHalves
+from dflash_moe.forward.halves.two_halves import Half, TwoHalves
 from dflash_moe.operators.step_context import StepContext
 
 ASKED = ("auto", "1", "2")
