@@ -25,7 +25,6 @@ from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
 from dflash_moe.errors import ConfigError
 from dflash_moe.topology.numerics import takes_weights
 
-DEVICE_BACKENDS = ("cuda", "hip", "sim")
 # The shape on a card is that of Qwen3-30B-A3B.
 CARD_SHAPE = ExpertShape(hidden_size=2048, moe_intermediate_size=768, num_experts=128, top_k=8)
 # A simulated card is thousands of times slower, so that its shape is small.

@@ -16,13 +16,13 @@ from dflash_moe.model.formats.weight_formats import not_on_cards
 from dflash_moe.placement.fit import Card
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.topology.numerics import CLASSES
+from dflash_moe.topology.spec import GPU_BACKENDS
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("cuda", "hip")
 # Cards that round inputs so have matrix units.
 _MATRIX_WORD = "bf16"
 
@@ -32,7 +32,7 @@ def find_cards(layers: Sequence[LayerSpec]) -> tuple[Card, ...]:
     come before those without, and then those with more memory.
     """
     found: list[tuple[tuple[bool, int, int], Card]] = []
-    for backend in BACKENDS:
+    for backend in GPU_BACKENDS:
         for number, device in enumerate(_core.probe_backend(backend)["devices"]):
             choice = DeviceChoice(backend, number)
             try:

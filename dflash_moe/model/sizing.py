@@ -37,11 +37,6 @@ class ModelSizes:
     host: HostSize
 
 
-def needs_transformers(checkpoint: Checkpoint) -> bool:
-    """Says whether `model_sizes` imports torch and transformers, which takes seconds."""
-    return _record(checkpoint) is None
-
-
 def model_sizes(checkpoint: Checkpoint) -> ModelSizes:
     """Returns the sizes of a model. Errors are those of `model_spec`."""
     record = _record(checkpoint)

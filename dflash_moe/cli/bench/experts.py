@@ -16,8 +16,8 @@ from dflash_moe.cli import options
 from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.config import MAX_THREADS
 from dflash_moe.errors import ConfigError
+from dflash_moe.topology.spec import BACKENDS
 
-BACKENDS = ("cpu", "cuda", "hip", "sim")
 # No larger batch is measured.
 MAX_TOKENS = 4096
 

@@ -69,8 +69,6 @@ class Size:
 
     whole: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_KEPT))
     split: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    num_whole: int = 0
-    num_split: int = 0
     # The last steps that were alike, whole or split: how many.
     streak: int = 0
     was_split: bool = False
@@ -133,7 +131,6 @@ class SplitForecast:
         """Books a step that was computed in one batch."""
         size = self.sizes.setdefault(size_key(times.num_rows, context), Size())
         size.whole.append(times)
-        size.num_whole += 1
         self._num_long += times.num_rows >= LEAST_ROWS
         _book(size, is_split=False)
 
@@ -141,7 +138,6 @@ class SplitForecast:
         """Books a step that was computed in two halves."""
         size = self.sizes.setdefault(size_key(num_rows, context), Size())
         size.split.append(total_s)
-        size.num_split += 1
         _book(size, is_split=True)
 
     def _predicted(self, num_rows: int, first_rows: int, whole_s: float | None) -> Choice:

@@ -13,7 +13,6 @@ from typing import Any
 from dflash_moe.errors import UnsupportedError, shown
 from dflash_moe.model.formats.weight_formats import FP8_BLOCK
 
-INT4_METHODS = ("awq", "gptq", "compressed-tensors")
 # Inputs that share a scale and a zero point; -1 stands for one of each per output.
 GROUP_SIZES = (32, 64, 128, -1)
 # The zero points of GPTQ's first version are stored less one.
