@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
 #include "bindings/errors.h"

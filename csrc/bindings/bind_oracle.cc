@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "bindings/typed.h"

@@ -7,7 +7,7 @@
 #include <system_error>
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "c_interface/session.h"
 #include "wire/limits.h"
 

@@ -4,7 +4,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/kinds.h"
 #include "transport/stream/tcp_pair.h"
 

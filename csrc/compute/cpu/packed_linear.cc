@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/cpu/first_overflow.h"
 #include "compute/cpu/panels/matrix_packer.h"

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/cpu/first_overflow.h"
 #include "compute/cpu/packed_linear.h"

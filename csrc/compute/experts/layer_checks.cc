@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <string>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/formats/value_checks.h"
 
 namespace dflash::compute {

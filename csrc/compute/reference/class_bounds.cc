@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/formats/dequantize.h"
 #include "compute/reference/bf16_dot.h"
 #include "compute/reference/f16_dot2.h"

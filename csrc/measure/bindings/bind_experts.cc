@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "bindings/arguments.h"
 #include "bindings/backend_device.h"
 #include "bindings/typed.h"

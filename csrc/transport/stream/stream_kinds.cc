@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/kinds.h"
 #include "transport/ring/layout.h"
 #include "transport/stream/stream.h"

@@ -5,7 +5,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include "base/system_error.h"
+#include "base/result.h"
 
 namespace dflash::transport {
 

@@ -21,7 +21,7 @@
 #include <new>
 #include <string>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/experts/random_expert.h"
 #include "transport/stream/tcp_pair.h"
