@@ -9,7 +9,7 @@
 
 #include "base/result.h"
 #include "c_interface/session.h"
-#include "wire/limits.h"
+#include "wire/payload.h"
 
 namespace dflash::c_interface {
 namespace {

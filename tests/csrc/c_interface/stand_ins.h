@@ -32,8 +32,7 @@
 #include "transport/kinds.h"
 #include "transport/stream/tcp_pair.h"
 #include "wire/frame.h"
-#include "wire/limits.h"
-#include "wire/pulse.h"
+#include "wire/payload.h"
 
 namespace dflash::c_interface {
 
