@@ -9,7 +9,6 @@
 
 #include "base/dtype.h"
 #include "compute/experts/random_expert.h"
-#include "compute/reference/class_bounds.h"
 #include "compute/reference/reference.h"
 
 namespace dflash::plugin {

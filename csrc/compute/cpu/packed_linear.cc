@@ -9,9 +9,9 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
-#include "compute/cpu/first_overflow.h"
 #include "compute/cpu/panels/matrix_packer.h"
 #include "compute/cpu/panels/pack.h"
+#include "compute/experts/layer_checks.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 

@@ -8,8 +8,8 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
-#include "compute/cpu/first_overflow.h"
 #include "compute/cpu/packed_linear.h"
+#include "compute/experts/layer_checks.h"
 
 namespace dflash::compute {
 namespace {
