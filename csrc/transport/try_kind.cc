@@ -6,7 +6,7 @@
 
 #include "base/result.h"
 #include "transport/kinds.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 
 namespace dflash::transport {
 namespace {

@@ -90,7 +90,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/measure/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bindings/bind_experts.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/simulation/bindings/module.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
-    "csrc/measure/bell_echo.cc": {
+    "csrc/measure/bell_device.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
     },
     "csrc/measure/floor.cc": {
@@ -148,7 +148,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "::write": _NON_BLOCKING_BELL,
         "join thread_": "bounded: the bell was rung a line before, which the thread sees between two calls that do not wait",
     },
-    "csrc/transport/stream/tcp_pair.cc": {
+    "csrc/transport/stream/stream_kinds.cc": {
         "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
         "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
     },

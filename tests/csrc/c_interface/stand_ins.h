@@ -30,7 +30,7 @@
 #include "c_interface/environment.h"
 #include "scaling_worker.h"
 #include "transport/kinds.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 #include "wire/frame.h"
 #include "wire/payload.h"
 

@@ -24,7 +24,7 @@
 #include "base/result.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/experts/random_expert.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 #include "worker/expert_worker.h"
 
 namespace dflash::failover {
