@@ -151,7 +151,7 @@ uint32_t Caller::missing_copy() const {
 bool Caller::needed_only_healthy(const Made& made, uint32_t except) const {
   const Options& options = world_.options;
   const auto is_healthy = [&](uint32_t worker) {
-    return worker != except && world_.members[worker].healthy_since_ns <= made.submitted_ns;
+    return worker != except && world_.workers[worker].healthy_since_ns <= made.submitted_ns;
   };
   for (size_t shard = 0; shard < options.shards.size(); ++shard) {
     const auto& experts = options.shards[shard];

@@ -47,14 +47,14 @@ void Injector::plan_next() {
 
 bool Injector::is_quiet() const {
   if (!is_over_ || num_removed_ > 0 || is_stopped_ || busy_ns_ > 0) return false;
-  for (const Member& member : world_.members) {
-    if (member.num_faults > 0) return false;
+  for (const SimulatedWorker& simulated : world_.workers) {
+    if (simulated.num_faults > 0) return false;
   }
   return true;
 }
 
 void Injector::inject(uint32_t worker, FaultKind kind) {
-  WorkerProcess& process = world_.members[worker].process();
+  WorkerProcess& process = world_.workers[worker].process();
   if (kind == FaultKind::kAbandon) {
     ++world_.num_faults[static_cast<size_t>(kind)];
     ++num_abandons_;
@@ -70,11 +70,11 @@ void Injector::inject(uint32_t worker, FaultKind kind) {
   switch (kind) {
     case FaultKind::kKill: return kill(worker, kind, world_.options.restart_ns);
     case FaultKind::kUnfit:
-      world_.members[worker].is_unfit = true;
+      world_.workers[worker].is_unfit = true;
       return kill(worker, kind, world_.options.restart_ns);
     case FaultKind::kCrashLoop: {
       const int64_t duration = random_.magnitude(100 * kMs, 8 * kS);
-      world_.members[worker].crashes_until_ns = world_.scheduler.now_ns() + duration;
+      world_.workers[worker].crashes_until_ns = world_.scheduler.now_ns() + duration;
       return kill(worker, kind, duration);
     }
     case FaultKind::kRemove:      return remove(worker);
@@ -96,12 +96,12 @@ void Injector::inject(uint32_t worker, FaultKind kind) {
       return undo_after(worker, kind, random_.magnitude(100 * kMs, 5 * kS),
                         [](WorkerProcess& one) { one.set_losing_pulses(false); });
     case FaultKind::kDelay: {
-      Network& network = world_.members[worker].network;
+      Network& network = world_.workers[worker].network;
       network.added_delay_ns = random_.magnitude(kMs, 500 * kMs);
       const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
       world_.begin_fault(worker, kind, duration);
       world_.scheduler.after(duration, [this, worker, kind] {
-        world_.members[worker].network.added_delay_ns = 0;
+        world_.workers[worker].network.added_delay_ns = 0;
         world_.end_fault(worker, kind);
       });
       return;
@@ -113,7 +113,7 @@ void Injector::inject(uint32_t worker, FaultKind kind) {
 void Injector::undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
                           std::function<void(WorkerProcess&)> undo) {
   world_.begin_fault(worker, kind, duration_ns);
-  WorkerProcess* const process = &world_.members[worker].process();
+  WorkerProcess* const process = &world_.workers[worker].process();
   world_.scheduler.after(duration_ns, [this, worker, kind, process, undo = std::move(undo)] {
     if (process->is_alive()) undo(*process);
     world_.end_fault(worker, kind);
@@ -125,7 +125,7 @@ void Injector::undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
 void Injector::kill(uint32_t worker, FaultKind kind, int64_t duration_ns) {
   world_.begin_fault(worker, kind, duration_ns);
   world_.set_attached(worker, false);
-  world_.members[worker].process().kill(random_.chance(0.5));
+  world_.workers[worker].process().kill(random_.chance(0.5));
   world_.scheduler.after(duration_ns, [this, worker, kind] {
     if (!world_.options.workers[worker].is_started_by_host) world_.start_process(worker);
     world_.end_fault(worker, kind);
@@ -147,7 +147,7 @@ void Injector::remove(uint32_t worker) {
 }
 
 void Injector::freeze(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
+  WorkerProcess& process = world_.workers[worker].process();
   if (process.is_frozen()) return;
   process.freeze();
   undo_after(worker, FaultKind::kFreeze, random_.magnitude(10 * kMs, 10 * kS),
@@ -162,12 +162,12 @@ void Injector::end_once(uint32_t worker, FaultKind kind, std::function<bool()> i
 }
 
 void Injector::hang(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
+  WorkerProcess& process = world_.workers[worker].process();
   if (!world_.options.workers[worker].is_started_by_host) return freeze(worker);
   if (process.is_frozen() || process.link() == nullptr) return;
   process.freeze();
   world_.begin_fault(worker, FaultKind::kHang, 0);
-  const std::shared_ptr<Link> link = process.shared_link();
+  const std::shared_ptr<SimulatedLink> link = process.shared_link();
   const Options& options = world_.options;
   // Where calls have less time, it is found out by its silence.
   if (options.call_timeout_ns > kMostStalls * options.stall_timeout_ns) {
@@ -187,8 +187,8 @@ void Injector::hang(uint32_t worker) {
 }
 
 void Injector::mute(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
-  Network& network = world_.members[worker].network;
+  WorkerProcess& process = world_.workers[worker].process();
+  Network& network = world_.workers[worker].network;
   if (network.is_mute || process.link() == nullptr) return;
   network.is_mute = true;
   const bool is_own = world_.options.workers[worker].is_started_by_host;
@@ -197,7 +197,7 @@ void Injector::mute(uint32_t worker) {
   world_.begin_fault(worker, FaultKind::kMute, 0);
   // Whether an answer was swallowed on the present path.
   const auto is_struck = [this, worker] {
-    const Link* const link = world_.members[worker].process().link();
+    const SimulatedLink* const link = world_.workers[worker].process().link();
     return link != nullptr && link->is_stuck(Side::kWorker) && !link->is_closed(Side::kHost);
   };
   world_.expect_loss_of_silent(
@@ -211,9 +211,9 @@ void Injector::mute(uint32_t worker) {
 }
 
 void Injector::get_stuck(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
+  WorkerProcess& process = world_.workers[worker].process();
   if (process.link() == nullptr || process.link()->is_closed(Side::kWorker)) return;
-  const std::shared_ptr<Link> link = process.shared_link();
+  const std::shared_ptr<SimulatedLink> link = process.shared_link();
   const Side side = random_.chance(0.3) ? Side::kHost : Side::kWorker;
   link->damage_next(side, FaultKind::kStuck);
   const int64_t until = world_.scheduler.now_ns() + kDamagePatienceNs;
@@ -244,7 +244,7 @@ void Injector::stop_host() {
   std::vector<WorkerProcess*> stopped;
   const bool stops_workers = random_.chance(0.5);
   for (uint32_t worker = 0; stops_workers && worker < world_.num_remote(); ++worker) {
-    WorkerProcess& process = world_.members[worker].process();
+    WorkerProcess& process = world_.workers[worker].process();
     const bool is_own = world_.options.workers[worker].is_started_by_host;
     if (!is_own || !process.is_alive() || process.is_frozen()) continue;
     process.freeze();
@@ -265,13 +265,13 @@ void Injector::stop_host() {
 void Injector::refuse(uint32_t worker, FaultKind kind) {
   const ErrorCode code =
       kind == FaultKind::kRefuseRange ? ErrorCode::kRange : random_.one_of(kRefusals);
-  world_.members[worker].process().experts().next_refusal = Error{code, "a refusal on purpose"};
+  world_.workers[worker].process().experts().next_refusal = Error{code, "a refusal on purpose"};
   undo_after(worker, kind, kDamagePatienceNs,
              [](WorkerProcess& one) { one.experts().next_refusal.reset(); });
 }
 
 void Injector::cut(uint32_t worker, FaultKind kind) {
-  Network& network = world_.members[worker].network;
+  Network& network = world_.workers[worker].network;
   const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
   const int64_t until = world_.scheduler.now_ns() + duration;
   for (const Side from : {Side::kHost, Side::kWorker}) {
@@ -284,7 +284,7 @@ void Injector::cut(uint32_t worker, FaultKind kind) {
 }
 
 void Injector::damage(uint32_t worker, FaultKind kind) {
-  Link* const link = world_.members[worker].process().link();
+  SimulatedLink* const link = world_.workers[worker].process().link();
   if (link == nullptr || link->is_closed(Side::kWorker)) return;
   const Side side = random_.chance(0.3) ? Side::kHost : Side::kWorker;
   link->damage_next(side, kind);

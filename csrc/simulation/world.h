@@ -22,7 +22,7 @@
 namespace dflash::simulation {
 
 // What is the case with one worker.
-struct Member {
+struct SimulatedWorker {
   Network network;
   std::vector<std::unique_ptr<WorkerProcess>> processes;  // the last one is the present one
   uint32_t num_faults = 0;                                // that are under way
@@ -45,7 +45,7 @@ class World {
   Journal journal;
   Random random;
   const Options options;
-  std::vector<Member> members;
+  std::vector<SimulatedWorker> workers;
   Task* host = nullptr;
   std::array<uint64_t, kNumFaultKinds> num_faults{};  // that were injected, by kind
   LinkCounts sent;                                    // by the host, on all paths
@@ -62,7 +62,7 @@ class World {
   LinkContext link_context(uint32_t worker);
   // How many workers are other processes; the host's own copy of the weights comes after them.
   uint32_t num_remote() const {
-    return static_cast<uint32_t>(members.size()) - (options.workers.back().is_last_resort ? 1 : 0);
+    return static_cast<uint32_t>(workers.size()) - (options.workers.back().is_last_resort ? 1 : 0);
   }
   // The host has just looked at what had arrived.
   void look();

@@ -1,7 +1,7 @@
 // The way of a message: published by one end, on its way as an event, handed to the real channel
 // when it is due, maybe damaged.
 // SPDX-License-Identifier: Apache-2.0
-#include "simulation/link.h"
+#include "simulation/simulated_link.h"
 
 #include <fcntl.h>
 #include <sys/socket.h>
@@ -24,7 +24,7 @@ using transport::Side;
 // What the product holds: a channel like any other.
 class LinkEnd final : public transport::Channel {
  public:
-  LinkEnd(std::shared_ptr<Link> link, Side side) : link_(std::move(link)), side_(side) {}
+  LinkEnd(std::shared_ptr<SimulatedLink> link, Side side) : link_(std::move(link)), side_(side) {}
   ~LinkEnd() override { link_->close(side_); }
   LinkEnd(const LinkEnd&) = delete;
   LinkEnd& operator=(const LinkEnd&) = delete;
@@ -44,7 +44,7 @@ class LinkEnd final : public transport::Channel {
   void disarm() override {}
 
  private:
-  const std::shared_ptr<Link> link_;
+  const std::shared_ptr<SimulatedLink> link_;
   const Side side_;
 };
 
@@ -123,10 +123,10 @@ std::vector<std::byte> begun_stream_message(uint32_t slot, std::span<const std::
 
 }  // namespace
 
-Result<std::shared_ptr<Link>> Link::create(LinkContext context,
-                                           const transport::SlotGeometry& geometry,
-                                           uint64_t generation, bool is_stream) {
-  std::shared_ptr<Link> link(new Link(std::move(context), generation));
+Result<std::shared_ptr<SimulatedLink>> SimulatedLink::create(
+    LinkContext context, const transport::SlotGeometry& geometry, uint64_t generation,
+    bool is_stream) {
+  std::shared_ptr<SimulatedLink> link(new SimulatedLink(std::move(context), generation));
   auto pair = is_stream ? make_stream_pair(geometry, link->at(Side::kWorker).socket)
                         : transport::make_loopback(geometry);
   if (!pair.ok()) return std::move(pair).error();
@@ -136,11 +136,11 @@ Result<std::shared_ptr<Link>> Link::create(LinkContext context,
   return link;
 }
 
-std::unique_ptr<transport::Channel> Link::end(Side side) {
+std::unique_ptr<transport::Channel> SimulatedLink::end(Side side) {
   return std::make_unique<LinkEnd>(shared_from_this(), side);
 }
 
-Status Link::publish(Side side, uint32_t slot, size_t bytes) {
+Status SimulatedLink::publish(Side side, uint32_t slot, size_t bytes) {
   End& sender = at(side);
   if (sender.is_killed) return ok();
   if (slot >= is_asked_.size() || bytes > sender.channel->outgoing(slot).size())
@@ -167,7 +167,7 @@ Status Link::publish(Side side, uint32_t slot, size_t bytes) {
 }
 
 // A link keeps the order of its messages, as rings and streams do.
-int64_t Link::due_ns(Side side, size_t bytes) {
+int64_t SimulatedLink::due_ns(Side side, size_t bytes) {
   const Network& network = context_.network;
   const int64_t jitter =
       static_cast<int64_t>(context_.random.unit() * static_cast<double>(network.jitter_ns));
@@ -178,7 +178,7 @@ int64_t Link::due_ns(Side side, size_t bytes) {
                   context_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns + jitter);
 }
 
-void Link::deliver(Side side, uint32_t slot, size_t bytes) {
+void SimulatedLink::deliver(Side side, uint32_t slot, size_t bytes) {
   End& sender = at(side);
   const int64_t now = context_.scheduler.now_ns();
   const int64_t passes = context_.network.passes_at(side, now);
@@ -204,13 +204,13 @@ void Link::deliver(Side side, uint32_t slot, size_t bytes) {
 }
 
 // A peer that has closed its end meanwhile is noticed by poll().
-void Link::send(Side side, uint32_t slot, size_t bytes, bool must_be_refused) {
+void SimulatedLink::send(Side side, uint32_t slot, size_t bytes, bool must_be_refused) {
   const bool is_sent = at(side).channel->publish(slot, bytes).ok();
   at(other(side)).may_have_come = true;
   if (is_sent && side == Side::kWorker) must_refuse_.push_back(must_be_refused);
 }
 
-void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) {
+void SimulatedLink::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) {
   transport::Channel& channel = *at(side).channel;
   Random& random = context_.random;
   if (kind == FaultKind::kDuplicate) {
@@ -237,7 +237,7 @@ void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) 
 }
 
 // The beginning of a message on the socket.
-void Link::send_begun(Side side, uint32_t slot, size_t bytes) {
+void SimulatedLink::send_begun(Side side, uint32_t slot, size_t bytes) {
   End& sender = at(side);
   const std::vector<std::byte> begun = begun_stream_message(
       slot, sender.channel->outgoing(slot).first(bytes), context_.random.below(bytes));
@@ -247,13 +247,13 @@ void Link::send_begun(Side side, uint32_t slot, size_t bytes) {
 }
 
 // And then its end: what a process leaves behind that dies while it sends.
-void Link::send_half(Side side, uint32_t slot, size_t bytes) {
+void SimulatedLink::send_half(Side side, uint32_t slot, size_t bytes) {
   send_begun(side, slot, bytes);
   ::shutdown(at(side).socket.get(), SHUT_RDWR);
   at(side).may_have_come = at(other(side)).may_have_come = true;
 }
 
-Result<std::optional<Arrival>> Link::poll(Side side) {
+Result<std::optional<Arrival>> SimulatedLink::poll(Side side) {
   End& receiver = at(side);
   if (receiver.is_killed) return Error{ErrorCode::kClosed, "the process was killed"};
   if (side == Side::kHost && must_be_given_up_)
@@ -272,7 +272,7 @@ Result<std::optional<Arrival>> Link::poll(Side side) {
 }
 
 // What was sent before is still on its way; then the other end hears of it.
-void Link::close(Side side) {
+void SimulatedLink::close(Side side) {
   at(side).is_closed = true;
   context_.counts.num_closed += side == Side::kHost ? 1 : 0;
   at(side).listener = nullptr;
@@ -280,7 +280,7 @@ void Link::close(Side side) {
   context_.scheduler.at(due, [self = shared_from_this(), side] { self->hang_up(side); });
 }
 
-void Link::hang_up(Side side) {
+void SimulatedLink::hang_up(Side side) {
   const int64_t now = context_.scheduler.now_ns();
   const int64_t passes = context_.network.passes_at(side, now);
   if (passes > now) {
@@ -294,7 +294,7 @@ void Link::hang_up(Side side) {
   if (Task* listener = at(other(side)).listener) listener->wake();
 }
 
-void Link::kill_worker(bool keeps_sent) {
+void SimulatedLink::kill_worker(bool keeps_sent) {
   End& worker = at(Side::kWorker);
   worker.is_killed = true;
   worker.loses_sent = !keeps_sent;

@@ -58,12 +58,12 @@ struct LinkContext {
 };
 
 // Shared by its two ends and by messages on their way.
-class Link : public std::enable_shared_from_this<Link> {
+class SimulatedLink : public std::enable_shared_from_this<SimulatedLink> {
  public:
   // `is_stream` joins them by a Unix socket, otherwise by a ring in memory.
-  static Result<std::shared_ptr<Link>> create(LinkContext context,
-                                              const transport::SlotGeometry& geometry,
-                                              uint64_t generation, bool is_stream);
+  static Result<std::shared_ptr<SimulatedLink>> create(LinkContext context,
+                                                       const transport::SlotGeometry& geometry,
+                                                       uint64_t generation, bool is_stream);
 
   // The host's or the worker's end, once each; whoever destroys it closes it for the other end.
   std::unique_ptr<transport::Channel> end(transport::Side side);
@@ -97,7 +97,7 @@ class Link : public std::enable_shared_from_this<Link> {
     bool may_have_come = true;  // whether polling can find anything; else the kernel is not asked
     OwnedFd socket;             // of a stream: its own, to break it off in the middle of a message
   };
-  Link(LinkContext context, uint64_t generation)
+  SimulatedLink(LinkContext context, uint64_t generation)
       : context_(std::move(context)), generation_(generation) {}
   static transport::Side other(transport::Side side) {
     return side == transport::Side::kHost ? transport::Side::kWorker : transport::Side::kHost;
