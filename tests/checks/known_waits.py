@@ -85,7 +85,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/ggml_plugin/initialize.cc": {
         "lock mutex": "bounded: the first call holds it while the library opens, for the supervisor's start timeout at most",
     },
-    "csrc/ggml_plugin/notice.cc": {"lock mutex": "straight: looks a text up in a set, and prints after it"},
+    "csrc/ggml_plugin/notice.h": {"lock mutex": "straight: looks a text up in a set, and prints after it"},
     "csrc/ggml_plugin/weight_buffer.cc": {"lock mutex_": "straight: keeps or copies the first refusal's text"},
     "csrc/measure/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bindings/bind_experts.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
