@@ -13,7 +13,6 @@
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "compute/cpu/kv_layer.h"
 #include "compute/cpu/paged_attention.h"

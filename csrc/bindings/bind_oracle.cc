@@ -10,7 +10,6 @@
 
 #include "base/dtype.h"
 #include "bindings/arguments.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/reference/reference.h"

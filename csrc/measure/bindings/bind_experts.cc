@@ -10,7 +10,7 @@
 
 #include "base/dtype.h"
 #include "bindings/arguments.h"
-#include "bindings/backend_device.h"
+#include "bindings/boxes.h"
 #include "bindings/typed.h"
 #include "measure/layer_benchmark.h"
 #include "measure/peaks.h"

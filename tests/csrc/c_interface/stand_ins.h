@@ -27,7 +27,6 @@
 #include "base/checksum.h"
 #include "c_interface/connection.h"
 #include "c_interface/dflash_moe.h"
-#include "c_interface/environment.h"
 #include "scaling_worker.h"
 #include "transport/kinds.h"
 #include "transport/stream/stream.h"
