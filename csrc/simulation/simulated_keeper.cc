@@ -103,7 +103,8 @@ void SimulatedKeeper::post(uint32_t worker, Happening what, uint64_t attempt, co
 }
 
 void SimulatedKeeper::handle(const MemberEvent& event) {
-  world_.record(EventKind::kMember, event.worker, event.attempt, static_cast<uint64_t>(event.what));
+  world_.record(JournalEvent::kMember, event.worker, event.attempt,
+                static_cast<uint64_t>(event.what));
   const uint32_t worker = event.worker;
   Tracked& tracked = members_[worker];
   const std::string before = tracked.decided.state;
@@ -183,7 +184,7 @@ void SimulatedKeeper::excuse(int64_t ns) {
 
 void SimulatedKeeper::detach(uint32_t worker, const char* reason) {
   Tracked& tracked = members_[worker];
-  world_.record(EventKind::kLost, worker);
+  world_.record(JournalEvent::kLost, worker);
   world_.set_attached(worker, false);
   tracked.is_attached = tracked.is_renewing = false;
   tracked.accepted = nullptr;
@@ -193,7 +194,7 @@ void SimulatedKeeper::detach(uint32_t worker, const char* reason) {
 
 void SimulatedKeeper::look() {
   for (const client::WornPath& worn : client_.retire_worn_paths()) {
-    world_.record(EventKind::kRetire, worn.worker);
+    world_.record(JournalEvent::kRetire, worn.worker);
     if (worn.worker >= members_.size()) {
       send_path(worn.worker, false);
       continue;
@@ -349,14 +350,14 @@ void SimulatedKeeper::take_accepted(uint32_t worker) {
   if (!tracked.is_joining) {
     tracked.is_renewing = false;
     const bool is_renewed = client_.renew_path(worker, new_path(path->link)).ok();
-    if (is_renewed) world_.record(EventKind::kAttach, worker, path->link->generation());
+    if (is_renewed) world_.record(JournalEvent::kAttach, worker, path->link->generation());
     return;
   }
   tracked.is_joining = false;
   static_cast<void>(client_.set_admission(worker, client::Admission::kOpen));
   const Status taken = client_.replace_worker(worker, new_path(path->link), std::move(path->pulse));
   check(taken.ok(), "the client takes a worker back that it has lost");
-  world_.record(EventKind::kAttach, worker, path->link->generation());
+  world_.record(JournalEvent::kAttach, worker, path->link->generation());
   tracked.is_attached = true;
   world_.set_attached(worker, world_.workers[worker].process().is_alive());
   post(worker, Happening::kJoined, tracked.step_attempt);

@@ -85,19 +85,19 @@ void lie_about_times(std::span<std::byte> payload, Random& random) {
 // headers keep a checksum that matches. What is no frame (a test may send anything) gets a flipped
 // bit. Returns whether whoever receives the message must refuse it, whatever the slot's state. A
 // bit that flips in the payload need not be seen in a reply which nobody waits for any more.
-bool damage(std::span<std::byte> message, FaultKind kind, Random& random) {
-  if (kind == FaultKind::kFlipBit || message.size() < wire::kFrameHeaderBytes)
+bool damage(std::span<std::byte> message, SimulatedFault kind, Random& random) {
+  if (kind == SimulatedFault::kFlipBit || message.size() < wire::kFrameHeaderBytes)
     return flip_bit(message, random);
   const Header bytes = message.first<wire::kFrameHeaderBytes>();
   auto decoded = wire::decode_frame_header(bytes);
   if (!decoded.ok()) return flip_bit(message, random);
   wire::FrameHeader& header = decoded.value();
   bool must_be_refused = true;
-  if (kind == FaultKind::kStaleGeneration) {
+  if (kind == SimulatedFault::kStaleGeneration) {
     --header.generation;
-  } else if (kind == FaultKind::kOtherAttempt) {
+  } else if (kind == SimulatedFault::kOtherAttempt) {
     header.attempt = static_cast<uint16_t>(header.attempt + 1);
-  } else if (kind == FaultKind::kLyingTimes && header.kind == wire::FrameKind::kReply) {
+  } else if (kind == SimulatedFault::kLyingTimes && header.kind == wire::FrameKind::kReply) {
     const auto payload = message.subspan(wire::kFrameHeaderBytes);
     lie_about_times(payload, random);
     header.payload_checksum = checksum(payload);
@@ -145,8 +145,8 @@ Status SimulatedLink::publish(Side side, uint32_t slot, size_t bytes) {
   if (sender.is_killed) return ok();
   if (slot >= is_asked_.size() || bytes > sender.channel->outgoing(slot).size())
     return sender.channel->publish(slot, bytes);  // which refuses it
-  context_.journal.record(context_.scheduler.now_ns(), EventKind::kPublish, context_.worker, slot,
-                          bytes);
+  context_.journal.record(context_.scheduler.now_ns(), JournalEvent::kPublish, context_.worker,
+                          slot, bytes);
   if (side == Side::kHost) {
     if (is_asked_[slot])
       context_.violate("slot " + std::to_string(slot) + " of worker " +
@@ -191,10 +191,10 @@ void SimulatedLink::deliver(Side side, uint32_t slot, size_t bytes) {
   if (sender.channel == nullptr || sender.loses_sent) return;
   if (side == Side::kWorker && context_.network.is_mute) sender.is_stuck = true;
   if (sender.is_stuck) return;
-  context_.journal.record(now, EventKind::kDeliver, context_.worker, slot, bytes);
+  context_.journal.record(now, JournalEvent::kDeliver, context_.worker, slot, bytes);
   if (sender.damage) {
-    const FaultKind kind = *std::exchange(sender.damage, std::nullopt);
-    context_.journal.record(now, EventKind::kDamage, context_.worker, slot,
+    const SimulatedFault kind = *std::exchange(sender.damage, std::nullopt);
+    context_.journal.record(now, JournalEvent::kDamage, context_.worker, slot,
                             static_cast<uint64_t>(kind));
     send_damaged(side, slot, bytes, kind);
   } else {
@@ -210,26 +210,27 @@ void SimulatedLink::send(Side side, uint32_t slot, size_t bytes, bool must_be_re
   if (is_sent && side == Side::kWorker) must_refuse_.push_back(must_be_refused);
 }
 
-void SimulatedLink::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) {
+void SimulatedLink::send_damaged(Side side, uint32_t slot, size_t bytes, SimulatedFault kind) {
   transport::Channel& channel = *at(side).channel;
   Random& random = context_.random;
-  if (kind == FaultKind::kDuplicate) {
+  if (kind == SimulatedFault::kDuplicate) {
     send(side, slot, bytes);
     return send(side, slot, bytes);
   }
-  if (kind == FaultKind::kStuck) {
+  if (kind == SimulatedFault::kStuck) {
     at(side).is_stuck = true;
     return at(side).socket.is_open() ? send_begun(side, slot, bytes) : void();
   }
-  if (kind == FaultKind::kHalf && at(side).socket.is_open()) return send_half(side, slot, bytes);
-  if (kind == FaultKind::kTruncate || kind == FaultKind::kHalf)
+  if (kind == SimulatedFault::kHalf && at(side).socket.is_open())
+    return send_half(side, slot, bytes);
+  if (kind == SimulatedFault::kTruncate || kind == SimulatedFault::kHalf)
     return send(side, slot, random.below(bytes), true);
   // Not towards a worker: it may be reading the other slot already, whose bytes are proven. And in
   // a ring not where the worker's own reply may lie, or come before the host has looked: there the
   // host may see that one, which it must take.
   const auto to = static_cast<uint32_t>((slot + 1) % is_asked_.size());
   const bool may_be_overwritten = !at(side).socket.is_open() && is_asked_[to];
-  if (kind == FaultKind::kOtherSlot && side == Side::kWorker && !may_be_overwritten) {
+  if (kind == SimulatedFault::kOtherSlot && side == Side::kWorker && !may_be_overwritten) {
     std::ranges::copy(channel.outgoing(slot).first(bytes), channel.outgoing(to).begin());
     return send(side, to, bytes, true);
   }

@@ -71,7 +71,7 @@ class SimulatedLink : public std::enable_shared_from_this<SimulatedLink> {
   void set_listener(transport::Side side, Task* task) { at(side).listener = task; }
   bool has_listener(transport::Side side) { return at(side).listener != nullptr; }
   // The next message that this side sends meets this fault.
-  void damage_next(transport::Side side, FaultKind kind) { at(side).damage = kind; }
+  void damage_next(transport::Side side, SimulatedFault kind) { at(side).damage = kind; }
   void spare_next(transport::Side side) { at(side).damage.reset(); }
   // The worker was killed. What it does from here on has no effect, and a ring's other end learns
   // nothing of it. `keeps_sent` says whether messages on their way still come, as from a kernel's
@@ -89,7 +89,7 @@ class SimulatedLink : public std::enable_shared_from_this<SimulatedLink> {
   struct End {
     std::unique_ptr<transport::Channel> channel;  // null once closed
     Task* listener = nullptr;
-    std::optional<FaultKind> damage;
+    std::optional<SimulatedFault> damage;
     int64_t last_due_ns = 0;  // when its newest message will be at the other end
     bool is_killed = false, is_closed = false;
     bool loses_sent = false;    // messages on their way do not come
@@ -111,7 +111,7 @@ class SimulatedLink : public std::enable_shared_from_this<SimulatedLink> {
   int64_t due_ns(transport::Side side, size_t bytes);
   void deliver(transport::Side side, uint32_t slot, size_t bytes);
   void send(transport::Side side, uint32_t slot, size_t bytes, bool must_be_refused = false);
-  void send_damaged(transport::Side side, uint32_t slot, size_t bytes, FaultKind kind);
+  void send_damaged(transport::Side side, uint32_t slot, size_t bytes, SimulatedFault kind);
   void send_begun(transport::Side side, uint32_t slot, size_t bytes);
   void send_half(transport::Side side, uint32_t slot, size_t bytes);
 

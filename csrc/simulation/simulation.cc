@@ -67,7 +67,7 @@ class Host {
       for (uint32_t count = injector_.take_abandons(); count > 0; --count) caller_.abandon_one();
     }
     change_workers();
-    world_.record(EventKind::kPhase);
+    world_.record(JournalEvent::kPhase);
     heal();
     while (caller_.num_under_way() > 0) caller_.wait(tick());
     caller_.check_ended_outputs(true);

@@ -52,7 +52,7 @@ void WorkerProcess::serve() {
   Status ended = expert_worker_->serve(link_->end(Side::kWorker), link_->generation());
   is_serving_ = false;
   if (task_->is_killed()) return;
-  world_.record(EventKind::kSessionEnd, worker_, link_->generation(),
+  world_.record(JournalEvent::kSessionEnd, worker_, link_->generation(),
                 ended.ok() ? 0 : static_cast<uint64_t>(ended.error().code));
   if (next_link_ == nullptr) close_pulse();
 }

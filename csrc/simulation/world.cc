@@ -17,7 +17,7 @@ constexpr size_t kMaxViolations = 20;  // the first one matters; the others show
 World::World(uint64_t seed, const Options& drawn)
     : random(seed ^ 0x5eed5eed5eed5eed), options(drawn), workers(drawn.workers.size()) {
   for (uint32_t worker = 0; worker < workers.size(); ++worker) {
-    const WorkerOptions& from = options.workers[worker];
+    const SimulatedWorkerOptions& from = options.workers[worker];
     Network& network = workers[worker].network;
     network.delay_ns = from.delay_ns;
     network.jitter_ns = from.jitter_ns;
@@ -29,7 +29,7 @@ World::World(uint64_t seed, const Options& drawn)
 World::~World() = default;
 
 void World::violate(std::string what) {
-  record(EventKind::kViolation);
+  record(JournalEvent::kViolation);
   if (violations.empty()) events_before_violation = journal.last_events();
   if (violations.size() < kMaxViolations)
     violations.push_back("at " + std::to_string(scheduler.now_ns()) + " ns: " + std::move(what));
@@ -84,16 +84,16 @@ void World::start_process(uint32_t worker) {
   simulated.processes.push_back(std::make_unique<WorkerProcess>(*this, worker));
 }
 
-void World::begin_fault(uint32_t worker, FaultKind kind, int64_t duration_ns) {
+void World::begin_fault(uint32_t worker, SimulatedFault kind, int64_t duration_ns) {
   ++num_faults[static_cast<size_t>(kind)];
-  record(EventKind::kFault, worker, static_cast<uint64_t>(kind),
+  record(JournalEvent::kFault, worker, static_cast<uint64_t>(kind),
          static_cast<uint64_t>(duration_ns / 1'000'000));
   ++workers[worker].num_faults;
   workers[worker].healthy_since_ns = std::numeric_limits<int64_t>::max();
 }
 
-void World::end_fault(uint32_t worker, FaultKind kind) {
-  record(EventKind::kHeal, worker, static_cast<uint64_t>(kind));
+void World::end_fault(uint32_t worker, SimulatedFault kind) {
+  record(JournalEvent::kHeal, worker, static_cast<uint64_t>(kind));
   SimulatedWorker& simulated = workers[worker];
   if (--simulated.num_faults == 0 && simulated.is_attached)
     simulated.healthy_since_ns = scheduler.now_ns() + kSettleNs;

@@ -104,7 +104,7 @@ TEST_CASE("whoever goes on after a message that had to be refused breaks a rule"
   Scene scene(true);
   Scene::publish(*scene.host, 0, "question");
   scene.pass(1);
-  scene.link->damage_next(Side::kWorker, FaultKind::kTruncate);
+  scene.link->damage_next(Side::kWorker, SimulatedFault::kTruncate);
   Scene::publish(*scene.worker, 0, "answer");
   scene.pass(1);
   CHECK(Scene::take(*scene.host) != "answer");
