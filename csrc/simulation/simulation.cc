@@ -35,9 +35,9 @@ client::LayerPlan layer_of(const Options& options) {
   return plan;
 }
 
-class Host {
+class SimulatedHost {
  public:
-  Host(World& world, Membership& membership)
+  SimulatedHost(World& world, Membership& membership)
       : world_(world),
         client_(
             client::ClientOptions(world.options.call_timeout_ns, world.options.stall_timeout_ns)),
@@ -188,7 +188,7 @@ Report simulate(uint64_t seed, int64_t duration_ns, const MakeMembership& make_m
   Report report;
   World world(seed, Options::of(seed, duration_ns));
   const auto membership = make_membership(seed, world.options);
-  auto host = std::make_unique<Host>(world, *membership);
+  auto host = std::make_unique<SimulatedHost>(world, *membership);
   const auto task = world.scheduler.spawn([&host] { host->run(); });
   world.host = task.get();
   const bool is_over = world.scheduler.run([&host] { return host->is_over(); });
