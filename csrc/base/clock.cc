@@ -1,5 +1,5 @@
 // The clocks of the machine. A program that simulates time links definitions of its own instead
-// (simulation/clock.cc); everything else is the same object code.
+// (simulation/virtual_time.cc); everything else is the same object code.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/clock.h"
 

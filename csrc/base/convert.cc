@@ -1,7 +1,7 @@
 // Conversions of many elements: the scalar loops, and the choice of loops by what the processor
 // has.
 // SPDX-License-Identifier: Apache-2.0
-#include "base/convert.h"
+#include "base/dtype.h"
 
 #if defined(__aarch64__)
 #include <asm/hwcap.h>

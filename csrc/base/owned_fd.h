@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 
 namespace dflash {
 

@@ -4,6 +4,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -46,6 +47,11 @@ struct [[nodiscard]] Error {
     return std::move(*this);
   }
 };
+
+// Makes an Error of a failed system call, always in the same words: what was being done, the
+// system's own text, and the remedy where the reason is a limit of this process. The code is
+// kOutOfMemory for a lack of memory or space, otherwise kSystem. Any thread.
+Error system_error(const std::string& what, int error_number = errno);
 
 // Reports a broken internal invariant and aborts. It uses builtins instead of std::source_location,
 // which clang 14 cannot take from the C++ library of GCC 12.

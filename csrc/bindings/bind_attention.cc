@@ -9,11 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "compute/cpu/kv_layer.h"
 #include "compute/cpu/paged_attention.h"

@@ -6,7 +6,6 @@
 
 #include "bindings/arguments.h"
 #include "bindings/client_box.h"
-#include "bindings/module.h"
 
 namespace py = pybind11;
 

@@ -13,8 +13,6 @@
 
 #include "bindings/arguments.h"
 #include "bindings/client_box.h"
-#include "bindings/client_reports.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "client/engine.h"
 

@@ -8,7 +8,6 @@
 
 #include "base/checksum.h"
 #include "bindings/arguments.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "wire/frame.h"
 #include "wire/limits.h"

@@ -17,7 +17,6 @@
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
 #include "bindings/client_box.h"
-#include "bindings/module.h"
 #include "client/step_watch.h"
 #include "plugin/abi_records.h"
 #include "transport/ring/ring_bell.h"

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "bindings/errors.h"
-#include "bindings/module.h"
 
 namespace py = pybind11;
 

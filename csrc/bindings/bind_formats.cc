@@ -7,7 +7,6 @@
 
 #include "base/float_mode.h"
 #include "bindings/arguments.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "cards/record_layout.h"
 #include "compute/cpu/cpu_backend.h"

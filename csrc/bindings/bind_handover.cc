@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "bindings/errors.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "transport/kinds.h"
 #include "wire/handover_fields.h"

@@ -11,7 +11,6 @@
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/module.h"
 #include "plugin/loader.h"
 #include "transport/shared/segment.h"
 

@@ -9,7 +9,6 @@
 
 #include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/module.h"
 
 namespace py = pybind11;
 

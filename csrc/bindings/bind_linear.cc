@@ -9,7 +9,6 @@
 
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "bindings/weight_sources.h"
 #include "compute/cpu/packed_linear.h"

@@ -13,7 +13,6 @@
 
 #include "base/float_mode.h"
 #include "bindings/errors.h"
-#include "bindings/module.h"
 #include "compute/cpu/instruction_sets.h"
 #include "compute/numerics.h"
 

@@ -8,9 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "bindings/arguments.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/reference/reference.h"

@@ -1,15 +1,14 @@
 // Binds backends: what `doctor` lists, and an opened device for a worker or a self-test.
 // SPDX-License-Identifier: Apache-2.0
-#include "bindings/backend_device.h"
-
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
 #include <vector>
 
 #include "bindings/arguments.h"
+#include "bindings/boxes.h"
 #include "bindings/errors.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "plugin/loader.h"
 

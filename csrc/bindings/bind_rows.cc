@@ -8,7 +8,6 @@
 
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
-#include "bindings/module.h"
 #include "compute/cpu/row_operators.h"
 
 namespace py = pybind11;

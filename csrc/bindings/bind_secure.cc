@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "bindings/boxes.h"
-#include "bindings/module.h"
 #include "transport/secure/libssl.h"
 #include "transport/secure/relay.h"
 

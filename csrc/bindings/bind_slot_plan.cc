@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/module.h"
 #include "client/slot_plan.h"
 
 namespace py = pybind11;

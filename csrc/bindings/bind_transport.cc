@@ -13,7 +13,6 @@
 #include "base/checksum.h"
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "transport/faulty/faulty.h"
 #include "transport/kinds.h"

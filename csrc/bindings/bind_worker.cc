@@ -11,9 +11,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/backend_device.h"
 #include "bindings/boxes.h"
-#include "bindings/module.h"
 #include "bindings/typed.h"
 #include "bindings/weight_sources.h"
 #include "compute/cpu/cpu_backend.h"

@@ -6,11 +6,13 @@
 
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "bindings/errors.h"
 #include "compute/cpu/instruction_sets.h"
 #include "compute/cpu/thread_pool.h"
 #include "plugin/host_device.h"
+#include "plugin/plugin_backend.h"
 #include "transport/secure/secure_socket.h"
 
 namespace dflash::bindings {
@@ -49,6 +51,33 @@ struct SecureSocketBox {
 // The host's device. The box is shared by all objects that use the device; the last one closes it.
 struct HostDeviceBox {
   std::shared_ptr<plugin::HostDevice> device;
+};
+
+// An opened device, shared with the worker that computes on it. While a worker serves with the
+// backend, only that worker may use it.
+struct BackendDevice {
+  std::shared_ptr<plugin::PluginBackend> backend;
+};
+
+// The worker's share of a device's backend.
+class SharedBackend final : public compute::ExpertBackend {
+ public:
+  explicit SharedBackend(std::shared_ptr<plugin::PluginBackend> shared)
+      : shared_(std::move(shared)) {}
+  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(
+      const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
+      compute::NumericsClass numerics) override {
+    return shared_->create_layer(spec, num_local_experts, formats, numerics);
+  }
+
+  Result<uint64_t> predicted_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                                   compute::ResidentFormats formats,
+                                   compute::NumericsClass numerics) const override {
+    return shared_->predicted_bytes(spec, num_local_experts, formats, numerics);
+  }
+
+ private:
+  std::shared_ptr<plugin::PluginBackend> shared_;
 };
 
 }  // namespace dflash::bindings

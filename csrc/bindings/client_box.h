@@ -9,10 +9,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/token_batch.h"
 #include "bindings/errors.h"
+#include "bindings/typed.h"
 #include "client/expert_client.h"
 #include "client/types.h"
 
@@ -112,5 +114,15 @@ struct StepReport {
 // Submits a call and waits for it, with the GIL released. Raises how the call ended. A signal
 // abandons the call.
 void run_call(const ClientBox& box, uint32_t layer, const TokenBatchBox& batch);
+
+// What the client reports, as Python dictionaries whose keys are the names of fields
+// (client_reports.cc).
+using CountersByPlace =
+    pybind11::typing::Dict<pybind11::typing::Tuple<pybind11::int_, pybind11::int_>, Counts>;
+// Maps (worker, layer) to the fields of Counters.
+CountersByPlace counters_dict(const std::vector<client::CountersOf>& list);
+pybind11::typing::List<Fields> worker_dicts(const std::vector<client::WorkerReport>& list);
+pybind11::typing::List<Fields> forecast_dicts(const std::vector<client::WorkerForecast>& list);
+pybind11::typing::List<Counts> trace_dicts(const std::vector<client::SliceTrace>& list);
 
 }  // namespace dflash::bindings

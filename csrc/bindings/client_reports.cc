@@ -1,6 +1,6 @@
 // Turns the client's plain reports into Python dictionaries, field by field.
 // SPDX-License-Identifier: Apache-2.0
-#include "bindings/client_reports.h"
+#include "bindings/client_box.h"
 
 #include <pybind11/stl.h>
 

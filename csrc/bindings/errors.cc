@@ -7,13 +7,13 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-struct Row {
+struct ErrorRow {
   ErrorCode code;
   const char* name;
   const char* python_class;
 };
 
-constexpr Row kTable[] = {
+constexpr ErrorRow kTable[] = {
     {ErrorCode::kInvalidArgument, "invalid_argument", "ConfigError"     },
     {ErrorCode::kUnsupported,     "unsupported",      "UnsupportedError"},
     {ErrorCode::kProtocol,        "protocol",         "ProtocolError"   },
@@ -33,7 +33,7 @@ py::object python_class(const char* name) {
 
 // Makes the keyword arguments of DflashError: the code's name, and every field of the place that is
 // set.
-py::dict fields_of(const Row& row, const ErrorPlace& place) {
+py::dict fields_of(const ErrorRow& row, const ErrorPlace& place) {
   py::dict fields;
   fields["code"] = row.name;
   if (!place.worker.empty()) fields["worker"] = place.worker;
@@ -46,7 +46,7 @@ py::dict fields_of(const Row& row, const ErrorPlace& place) {
 }  // namespace
 
 void raise(const Error& error) {
-  for (const Row& row : kTable) {
+  for (const ErrorRow& row : kTable) {
     if (row.code != error.code) continue;
     const py::object cls = python_class(row.python_class);
     const py::object raised = cls(error.message, **fields_of(row, error.place));
@@ -59,7 +59,7 @@ void raise(const Error& error) {
 
 py::typing::Dict<py::str, py::typing::Tuple<py::int_, ErrorClass>> error_codes() {
   py::typing::Dict<py::str, py::typing::Tuple<py::int_, ErrorClass>> table;
-  for (const Row& row : kTable) {
+  for (const ErrorRow& row : kTable) {
     table[row.name] = py::make_tuple(static_cast<int>(row.code), python_class(row.python_class));
   }
   return table;

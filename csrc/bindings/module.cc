@@ -1,8 +1,36 @@
-// Registers the components of the extension and does nothing else.
+// Declares and registers the components of the extension, and does nothing else.
 // SPDX-License-Identifier: Apache-2.0
-#include "bindings/module.h"
+#include <pybind11/pybind11.h>
 
 #include "bindings/errors.h"
+
+namespace dflash::bindings {
+
+// Each is in the file of its name, but bind_store (bind_worker.cc) and bind_token_batch
+// (bind_call.cc).
+void bind_codec(pybind11::module_& module);
+void bind_numerics(pybind11::module_& module);
+void bind_secure(pybind11::module_& module);
+void bind_transport(pybind11::module_& module);
+void bind_store(pybind11::module_& module);
+void bind_plugin(pybind11::module_& module);
+void bind_host_device(pybind11::module_& module);
+void bind_device_step(pybind11::module_& module);
+void bind_host_pool(pybind11::module_& module);
+void bind_worker(pybind11::module_& module);
+void bind_token_batch(pybind11::module_& module);
+void bind_client(pybind11::module_& module);
+void bind_call(pybind11::module_& module);
+void bind_slot_plan(pybind11::module_& module);
+void bind_dlpack(pybind11::module_& module);
+void bind_handover(pybind11::module_& module);
+void bind_oracle(pybind11::module_& module);
+void bind_formats(pybind11::module_& module);
+void bind_linear(pybind11::module_& module);
+void bind_rows(pybind11::module_& module);
+void bind_attention(pybind11::module_& module);
+
+}  // namespace dflash::bindings
 
 PYBIND11_MODULE(_core, module) {
   using namespace dflash::bindings;

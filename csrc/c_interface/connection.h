@@ -1,8 +1,9 @@
-// The connection to the supervisor: whole messages of a hand-over, in frames over a Unix socket,
-// with the descriptors that belong to them.
+// The supervisor: where a program finds it, and the connection to it, which carries whole messages
+// of a hand-over, in frames over a Unix socket, with the descriptors that belong to them.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -15,6 +16,23 @@
 #include "wire/handover_messages.h"
 
 namespace dflash::c_interface {
+
+// Where a program finds its supervisor: two environment variables, which `dflash-moe llama` sets
+// (environment.cc).
+inline constexpr const char* kPathVariable = "DFLASH_MOE_HANDOVER";
+inline constexpr const char* kTokenVariable = "DFLASH_MOE_HANDOVER_TOKEN_FD";
+
+// The path of the supervisor's socket, and the token that proves that this process was meant.
+struct SupervisorAddress {
+  std::string path;
+  std::array<std::byte, wire::kHandoverTokenBytes> token{};
+};
+
+// Reads both variables, and the token out of the pipe that the second one numbers, once: the pipe
+// is closed, so that no program started from here inherits it. `path`, where it is not null, stands
+// in for the first variable; without the second one the token is then all zeros. Errors:
+// kInvalidArgument naming the variable, kTimeout where the pipe stays empty.
+Result<SupervisorAddress> find_supervisor(const char* path);
 
 // A message, and exactly as many descriptors as it announces. They close on exec.
 struct Received {

@@ -1,6 +1,6 @@
 // Reads the two variables and the token's pipe.
 // SPDX-License-Identifier: Apache-2.0
-#include "c_interface/environment.h"
+#include "c_interface/connection.h"
 
 #include <poll.h>
 #include <sys/stat.h>
@@ -65,8 +65,8 @@ Status read_token(std::string_view number,
 
 }  // namespace
 
-Result<Supervisor> find_supervisor(const char* path) {
-  Supervisor supervisor;
+Result<SupervisorAddress> find_supervisor(const char* path) {
+  SupervisorAddress supervisor;
   const char* const named = path != nullptr ? path : std::getenv(kPathVariable);
   if (named == nullptr || *named == '\0')
     return variable_error(kPathVariable, "names no supervisor's socket");

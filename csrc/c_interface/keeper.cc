@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "c_interface/session.h"
 
 namespace dflash::c_interface {

@@ -7,9 +7,9 @@
 #include <system_error>
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "c_interface/session.h"
-#include "wire/limits.h"
+#include "wire/payload.h"
 
 namespace dflash::c_interface {
 namespace {
@@ -68,7 +68,7 @@ Result<std::vector<MadePath>> make_paths(Connection& connection, PathExchange& p
 
 }  // namespace
 
-Result<std::unique_ptr<Session>> Session::open(const Supervisor& supervisor) {
+Result<std::unique_ptr<Session>> Session::open(const SupervisorAddress& supervisor) {
   const Deadline deadline = Deadline::after_ns(kOpenPatienceNs);
   auto dialled = Connection::dial(supervisor.path, deadline);
   if (!dialled.ok()) return std::move(dialled).error();

@@ -20,7 +20,6 @@
 #include "base/result.h"
 #include "base/token_batch.h"
 #include "c_interface/connection.h"
-#include "c_interface/environment.h"
 #include "c_interface/path_exchange.h"
 #include "c_interface/plan.h"
 #include "client/expert_client.h"
@@ -55,7 +54,7 @@ class Session {
  public:
   // Takes a hand-over. Errors: those of the connection, the supervisor's refusal (kWorkerFailed),
   // an unusable plan or path.
-  static Result<std::unique_ptr<Session>> open(const Supervisor& supervisor);
+  static Result<std::unique_ptr<Session>> open(const SupervisorAddress& supervisor);
   // Ends all calls, sends the last counters, and closes the data paths.
   ~Session();
 

@@ -12,8 +12,7 @@ list(APPEND gpu_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/cards/portable.h ${CM
      ${CMAKE_CURRENT_SOURCE_DIR}/wire/payload_layout.h ${CMAKE_CURRENT_SOURCE_DIR}/wire/limits.h
      ${CMAKE_CURRENT_SOURCE_DIR}/transport/ring/ring_words.h ${CMAKE_CURRENT_SOURCE_DIR}/base/checksum_definition.h
      ${CMAKE_CURRENT_SOURCE_DIR}/base/error_code.h ${CMAKE_CURRENT_SOURCE_DIR}/base/dtype.h
-     ${CMAKE_CURRENT_SOURCE_DIR}/cards/kernel_table.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/experts/activation.h
-     ${CMAKE_CURRENT_SOURCE_DIR}/compute/formats/dequantize_tables.h)
+     ${CMAKE_CURRENT_SOURCE_DIR}/cards/kernel_table.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/experts/activation.h)
 set(bell_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/cards/portable.h ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells/ring_bells.h
     ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells/bell_params.h)
 

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 
 namespace dflash::client {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "client/engine.h"
 #include "client/turn.h"

@@ -10,7 +10,7 @@
 #include <span>
 
 #include "base/clock.h"
-#include "wire/pulse.h"
+#include "wire/frame.h"
 
 namespace dflash::client {
 

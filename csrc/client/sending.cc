@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "base/checksum.h"
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "wire/frame.h"
 #include "wire/payload.h"

@@ -67,7 +67,7 @@ struct NewPath {
 struct NewWorker {
   std::string name;
   NewPath path;
-  // Where the worker's pulses arrive (wire/pulse.h). A worker in this process has none.
+  // Where the worker's pulses arrive (wire/frame.h). A worker in this process has none.
   OwnedFd pulse;
   SlicePolicy policy;
   Dtype request_dtype = Dtype::kF32;

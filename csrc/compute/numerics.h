@@ -63,7 +63,7 @@ enum class FormatsTaken : uint8_t {
 enum class Bits : uint8_t {
   kReference,  // they are the reference's, whoever computes
   // They are those of a card's instruction: equal on cards of one architecture, and on any card
-  // within a derived bound around the reference (reference/class_bounds.h).
+  // within a derived bound around the reference (reference/reference.h).
   kArchitecture,
 };
 

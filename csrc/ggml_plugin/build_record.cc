@@ -13,12 +13,12 @@
 namespace dflash::ggml_plugin {
 namespace {
 
-struct Member {
+struct StructMember {
   const char* name;
   size_t offset;
 };
 
-std::string json(const char* name, size_t size, const Member* members, size_t num_members) {
+std::string json(const char* name, size_t size, const StructMember* members, size_t num_members) {
   std::string text = std::string("    \"") + name + "\": {\"bytes\": " + std::to_string(size);
   for (size_t i = 0; i < num_members; ++i)
     text += std::string(", \"") + members[i].name + "\": " + std::to_string(members[i].offset);
@@ -26,53 +26,57 @@ std::string json(const char* name, size_t size, const Member* members, size_t nu
 }
 
 template <size_t N>
-std::string json(const char* name, size_t size, const Member (&members)[N]) {
+std::string json(const char* name, size_t size, const StructMember (&members)[N]) {
   return json(name, size, members, N);
 }
 
 #define MEMBER(type, name) {#name, offsetof(type, name)}
 
 std::string layouts() {
-  const Member tensor[] = {
+  const StructMember tensor[] = {
       MEMBER(ggml_tensor, type),      MEMBER(ggml_tensor, buffer), MEMBER(ggml_tensor, ne),
       MEMBER(ggml_tensor, nb),        MEMBER(ggml_tensor, op),     MEMBER(ggml_tensor, op_params),
       MEMBER(ggml_tensor, flags),     MEMBER(ggml_tensor, src),    MEMBER(ggml_tensor, view_src),
       MEMBER(ggml_tensor, view_offs), MEMBER(ggml_tensor, data),   MEMBER(ggml_tensor, name)};
-  const Member graph[] = {MEMBER(ggml_cgraph, n_nodes), MEMBER(ggml_cgraph, nodes),
-                          MEMBER(ggml_cgraph, use_counts), MEMBER(ggml_cgraph, visited_hash_set)};
-  const Member set[] = {MEMBER(ggml_hash_set, size), MEMBER(ggml_hash_set, used),
-                        MEMBER(ggml_hash_set, keys)};
-  const Member type[] = {MEMBER(ggml_backend_buffer_type, iface),
-                         MEMBER(ggml_backend_buffer_type, device),
-                         MEMBER(ggml_backend_buffer_type, context)};
-  const Member buffer[] = {MEMBER(ggml_backend_buffer, iface), MEMBER(ggml_backend_buffer, buft),
-                           MEMBER(ggml_backend_buffer, context), MEMBER(ggml_backend_buffer, size),
-                           MEMBER(ggml_backend_buffer, usage)};
-  const Member buffer_table[] = {
+  const StructMember graph[] = {MEMBER(ggml_cgraph, n_nodes), MEMBER(ggml_cgraph, nodes),
+                                MEMBER(ggml_cgraph, use_counts),
+                                MEMBER(ggml_cgraph, visited_hash_set)};
+  const StructMember set[] = {MEMBER(ggml_hash_set, size), MEMBER(ggml_hash_set, used),
+                              MEMBER(ggml_hash_set, keys)};
+  const StructMember type[] = {MEMBER(ggml_backend_buffer_type, iface),
+                               MEMBER(ggml_backend_buffer_type, device),
+                               MEMBER(ggml_backend_buffer_type, context)};
+  const StructMember buffer[] = {
+      MEMBER(ggml_backend_buffer, iface), MEMBER(ggml_backend_buffer, buft),
+      MEMBER(ggml_backend_buffer, context), MEMBER(ggml_backend_buffer, size),
+      MEMBER(ggml_backend_buffer, usage)};
+  const StructMember buffer_table[] = {
       MEMBER(ggml_backend_buffer_i, free_buffer), MEMBER(ggml_backend_buffer_i, get_base),
       MEMBER(ggml_backend_buffer_i, init_tensor), MEMBER(ggml_backend_buffer_i, memset_tensor),
       MEMBER(ggml_backend_buffer_i, set_tensor),  MEMBER(ggml_backend_buffer_i, get_tensor),
       MEMBER(ggml_backend_buffer_i, cpy_tensor),  MEMBER(ggml_backend_buffer_i, clear)};
-  const Member backend[] = {MEMBER(ggml_backend, guid), MEMBER(ggml_backend, iface),
-                            MEMBER(ggml_backend, device), MEMBER(ggml_backend, context)};
-  const Member backend_table[] = {MEMBER(ggml_backend_i, get_name), MEMBER(ggml_backend_i, free),
-                                  MEMBER(ggml_backend_i, graph_compute)};
-  const Member device[] = {MEMBER(ggml_backend_device, iface), MEMBER(ggml_backend_device, reg),
-                           MEMBER(ggml_backend_device, context)};
-  const Member device_table[] = {MEMBER(ggml_backend_device_i, get_name),
-                                 MEMBER(ggml_backend_device_i, get_description),
-                                 MEMBER(ggml_backend_device_i, get_memory),
-                                 MEMBER(ggml_backend_device_i, get_type),
-                                 MEMBER(ggml_backend_device_i, get_props),
-                                 MEMBER(ggml_backend_device_i, init_backend),
-                                 MEMBER(ggml_backend_device_i, get_buffer_type),
-                                 MEMBER(ggml_backend_device_i, supports_op),
-                                 MEMBER(ggml_backend_device_i, supports_buft)};
-  const Member props[] = {MEMBER(ggml_backend_dev_props, name),
-                          MEMBER(ggml_backend_dev_props, type),
-                          MEMBER(ggml_backend_dev_props, caps)};
-  const Member reg[] = {MEMBER(ggml_backend_reg, api_version), MEMBER(ggml_backend_reg, iface),
-                        MEMBER(ggml_backend_reg, context)};
+  const StructMember backend[] = {MEMBER(ggml_backend, guid), MEMBER(ggml_backend, iface),
+                                  MEMBER(ggml_backend, device), MEMBER(ggml_backend, context)};
+  const StructMember backend_table[] = {MEMBER(ggml_backend_i, get_name),
+                                        MEMBER(ggml_backend_i, free),
+                                        MEMBER(ggml_backend_i, graph_compute)};
+  const StructMember device[] = {MEMBER(ggml_backend_device, iface),
+                                 MEMBER(ggml_backend_device, reg),
+                                 MEMBER(ggml_backend_device, context)};
+  const StructMember device_table[] = {MEMBER(ggml_backend_device_i, get_name),
+                                       MEMBER(ggml_backend_device_i, get_description),
+                                       MEMBER(ggml_backend_device_i, get_memory),
+                                       MEMBER(ggml_backend_device_i, get_type),
+                                       MEMBER(ggml_backend_device_i, get_props),
+                                       MEMBER(ggml_backend_device_i, init_backend),
+                                       MEMBER(ggml_backend_device_i, get_buffer_type),
+                                       MEMBER(ggml_backend_device_i, supports_op),
+                                       MEMBER(ggml_backend_device_i, supports_buft)};
+  const StructMember props[] = {MEMBER(ggml_backend_dev_props, name),
+                                MEMBER(ggml_backend_dev_props, type),
+                                MEMBER(ggml_backend_dev_props, caps)};
+  const StructMember reg[] = {MEMBER(ggml_backend_reg, api_version),
+                              MEMBER(ggml_backend_reg, iface), MEMBER(ggml_backend_reg, context)};
   return json("ggml_tensor", sizeof(ggml_tensor), tensor) + ",\n" +
          json("ggml_cgraph", sizeof(ggml_cgraph), graph) + ",\n" +
          json("ggml_hash_set", sizeof(ggml_hash_set), set) + ",\n" +

@@ -1,6 +1,6 @@
 // A buffer type over the C library's memory.
 // SPDX-License-Identifier: Apache-2.0
-#include "ggml_plugin/host_buffer.h"
+#include "ggml_plugin/registration.h"
 
 #include <cstdlib>
 #include <cstring>

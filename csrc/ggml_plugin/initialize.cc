@@ -1,6 +1,6 @@
 // Compares versions, takes the hand-over and reads the plan, once per process.
 // SPDX-License-Identifier: Apache-2.0
-#include "ggml_plugin/initialize.h"
+#include "ggml_plugin/registration.h"
 
 #include <cstdlib>
 #include <mutex>

@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ggml_plugin/registration.h"
 
-#include "ggml_plugin/backend.h"
-#include "ggml_plugin/host_buffer.h"
 #include "ggml_plugin/weight_buffer.h"
 
 namespace dflash::ggml_plugin {

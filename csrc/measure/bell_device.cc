@@ -2,9 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bell_device.h"
 
+#include <sched.h>
+
+#include <atomic>
 #include <cstring>
 #include <utility>
 
+#include "base/clock.h"
 #include "plugin/abi_records.h"
 #include "plugin/loader.h"
 
@@ -26,6 +30,10 @@ Result<const dflash_bells_table*> load(const std::string& backend, const std::st
     return Error{ErrorCode::kUnsupported, file + " is of another build; build it again"};
   return table;
 }
+
+// Polls between two looks at the clock. At each look the core is offered to others, for machines
+// that have few.
+constexpr uint32_t kPollsPerLook = 1024;
 
 }  // namespace
 
@@ -66,6 +74,25 @@ Status BellDevice::ring(dflash_bell_rounds& bells) {
   const int32_t status = table_.ring(device_, &bells, &error);
   if (status != 0) return error_of(status, error);
   return ok();
+}
+
+// Answers by polling, as a worker that spins would.
+std::vector<int64_t> answer_bells(const BellEcho& echo) {
+  const Deadline deadline = Deadline::after_ns(echo.timeout_ns);
+  const std::atomic_ref<uint32_t> ring(*echo.ring), answer(*echo.answer);
+  std::vector<int64_t> seen;
+  seen.reserve(echo.num_rounds);
+  for (uint32_t polls = 1; seen.size() < echo.num_rounds; ++polls) {
+    const uint32_t expected = echo.first + static_cast<uint32_t>(seen.size());
+    if (ring.load(std::memory_order_acquire) == expected) {
+      answer.store(expected, std::memory_order_release);
+      seen.push_back(now_ns());
+    } else if (polls % kPollsPerLook == 0) {
+      if (deadline.has_passed()) break;
+      ::sched_yield();
+    }
+  }
+  return seen;
 }
 
 }  // namespace dflash::measure

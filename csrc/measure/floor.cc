@@ -21,7 +21,7 @@
 #include "measure/pinned.h"
 #include "measure/round_trip.h"
 #include "transport/ring/mapping.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 
 namespace dflash::measure {
 namespace {

@@ -1,5 +1,6 @@
-// The loops of peaks.h, written once over a vector type V. Included only by peaks_<set>.cc, which
-// provide V; there is no std:: code here, because it could be linked into portable callers.
+// The loops of peaks.h, written once over a vector type V. Included only by peaks.cc and
+// peaks_<set>.cc, which provide V; there is no std:: code here, because it could be linked into
+// portable callers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

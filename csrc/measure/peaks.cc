@@ -9,8 +9,20 @@
 #include "base/clock.h"
 #include "compute/cpu/page_buffer.h"
 #include "compute/cpu/thread_pool.h"
+#include "compute/vector_scalar.h"
+#include "measure/peak_loops.h"
+#if defined(__aarch64__)
+#include "compute/cpu/kernels/vector_neon.h"
+#endif
 
 namespace dflash::measure {
+
+// The sets that need no flags of the compiler; every other set has a file of its own.
+constinit const PeakLoops kScalarPeaks = make_peak_loops<compute::ScalarVector>();
+#if defined(__aarch64__)
+constinit const PeakLoops kNeonPeaks = make_peak_loops<compute::NeonVector>();
+#endif
+
 namespace {
 
 constexpr int64_t kSpinNs = 1'000'000;  // lets the threads of a measurement start together

@@ -1,12 +1,13 @@
 // Converts between the records of the C table and the types of the core, in both directions. What
 // arrives is checked here: enumerations must be in range, and fields that a shorter record lacks
-// are 0.
+// are 0. And how the functions behind the table answer: a Status becomes its number and a sentence.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <new>
 #include <string>
 
 #include "compute/experts/expert_layer.h"
@@ -71,5 +72,23 @@ Result<compute::ExpertWeights> weights_of(const dflash_expert& record);
 
 dflash_batch to_record(const compute::ForwardArgs& args);
 Result<compute::ForwardArgs> batch_of(const dflash_batch& record);
+
+// Runs `body` (Status()); whatever it cannot allocate becomes an error, since nothing may be thrown
+// through the table.
+template <class Body>
+int32_t answered(dflash_error* error, Body&& body) {
+  try {
+    const Status done = body();
+    return done.ok() ? 0 : report(done.error(), error);
+  } catch (const std::bad_alloc&) {
+    return report(
+        Error{ErrorCode::kOutOfMemory, "the plug-in could not allocate memory of the host"}, error);
+  }
+}
+
+// A pointer that a caller has to give. `what`: the table, and the argument.
+inline Error missing(const char* what) {
+  return Error{ErrorCode::kInvalidArgument, std::string(what) + " is null"};
+}
 
 }  // namespace dflash::plugin

@@ -1,5 +1,6 @@
+// The processor as a backend behind the C table (loader.h).
 // SPDX-License-Identifier: Apache-2.0
-#include "plugin/cpu_table.h"
+#include "plugin/loader.h"
 
 #include <unistd.h>
 

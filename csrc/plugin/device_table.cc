@@ -11,7 +11,6 @@
 
 #include "compute/experts/layer_checks.h"
 #include "plugin/abi_records.h"
-#include "plugin/answered.h"
 #include "plugin/self_test.h"
 
 using dflash::plugin::Device;

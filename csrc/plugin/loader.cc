@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "plugin/abi_records.h"
-#include "plugin/cpu_table.h"
 
 namespace dflash::plugin {
 namespace {

@@ -44,4 +44,8 @@ Status check_host_table(const dflash_host_table* table, const std::string& name,
 // has none.
 Result<std::vector<DeviceListing>> list_devices(const dflash_backend_table& table);
 
+// The processor's own kernels behind the C table, as every other backend: what holds for one is
+// tested on all. (A worker with backend `cpu` uses CpuBackend directly.)
+const dflash_backend_table* cpu_table();
+
 }  // namespace dflash::plugin

@@ -7,9 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/experts/random_expert.h"
-#include "compute/reference/class_bounds.h"
 #include "compute/reference/reference.h"
 
 namespace dflash::plugin {

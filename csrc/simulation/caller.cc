@@ -58,7 +58,7 @@ void Caller::submit() {
   made->rows = draw_rows();
   made->output.assign(made->rows.hidden_states.size(), kPoison);
   made->submitted_ns = world_.scheduler.now_ns();
-  world_.record(EventKind::kSubmit, made->number, made->rows.num_tokens);
+  world_.record(JournalEvent::kSubmit, made->number, made->rows.num_tokens);
   auto call = client_.submit(batch_of(*made), 0);
   if (!call.ok()) {
     made->ended_ns = made->submitted_ns;
@@ -109,7 +109,7 @@ void Caller::end(Made& made) {
 
 void Caller::judge_output(const Made& made) {
   ++counts_.succeeded;
-  world_.record(EventKind::kSucceed, made.number,
+  world_.record(JournalEvent::kSucceed, made.number,
                 static_cast<uint64_t>(made.ended_ns - made.submitted_ns) / 1000);
   const auto expected = expected_output(made.rows, world_.options.shards);
   for (size_t i = 0; i < expected.size(); ++i) {
@@ -123,12 +123,12 @@ void Caller::judge_output(const Made& made) {
 
 void Caller::judge_error(const Made& made, const Error& error) {
   ++counts_.failed[static_cast<size_t>(error.code)];
-  world_.record(EventKind::kFail, made.number, static_cast<uint64_t>(error.code));
+  world_.record(JournalEvent::kFail, made.number, static_cast<uint64_t>(error.code));
   const std::string call = name_of("call ", made.number) + error.message;
   switch (error.code) {
     case ErrorCode::kRange:
       if (counts_.failed[static_cast<size_t>(ErrorCode::kRange)] >
-          world_.num_faults[static_cast<size_t>(FaultKind::kRefuseRange)])
+          world_.num_faults[static_cast<size_t>(SimulatedFault::kRefuseRange)])
         world_.violate(call + " - but no worker said so");
       return;
     case ErrorCode::kProtocol:
@@ -151,7 +151,7 @@ uint32_t Caller::missing_copy() const {
 bool Caller::needed_only_healthy(const Made& made, uint32_t except) const {
   const Options& options = world_.options;
   const auto is_healthy = [&](uint32_t worker) {
-    return worker != except && world_.members[worker].healthy_since_ns <= made.submitted_ns;
+    return worker != except && world_.workers[worker].healthy_since_ns <= made.submitted_ns;
   };
   for (size_t shard = 0; shard < options.shards.size(); ++shard) {
     const auto& experts = options.shards[shard];
@@ -170,7 +170,7 @@ void Caller::abandon_one() {
   if (under_way_.empty()) return;
   auto made = std::move(under_way_[random_.below(under_way_.size())]);
   std::erase(under_way_, nullptr);
-  world_.record(EventKind::kAbandon, made->number);
+  world_.record(JournalEvent::kAbandon, made->number);
   client_.abandon(made->call);
   made->ended_ns = world_.scheduler.now_ns();
   ++counts_.abandoned;

@@ -7,7 +7,7 @@
 
 namespace dflash::simulation {
 
-enum class FaultKind : uint8_t {
+enum class SimulatedFault : uint8_t {
   // -- of a worker's process --
   kKill,         // as by SIGKILL; it is started again after a while
   kFreeze,       // as by SIGSTOP, then SIGCONT: afterwards it writes what nobody waits for any more
@@ -41,10 +41,10 @@ enum class FaultKind : uint8_t {
   kBusy,     // it computes something else, and nobody looks at what arrives
   kStop,     // its process is stopped, maybe with the workers that it has started
 };
-inline constexpr size_t kNumFaultKinds = static_cast<size_t>(FaultKind::kStop) + 1;
+inline constexpr size_t kNumSimulatedFaults = static_cast<size_t>(SimulatedFault::kStop) + 1;
 
-constexpr const char* fault_name(FaultKind kind) {
-  constexpr const char* kNames[kNumFaultKinds] = {
+constexpr const char* fault_name(SimulatedFault kind) {
+  constexpr const char* kNames[kNumSimulatedFaults] = {
       "kill",          "freeze",        "hang",        "slow",      "lose_pulses",
       "refuse",        "refuse_range",  "crash_loop",  "unfit",     "mute",
       "cut_off",       "cut_to_worker", "cut_to_host", "delay",     "flip_bit",

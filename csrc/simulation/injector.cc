@@ -47,61 +47,61 @@ void Injector::plan_next() {
 
 bool Injector::is_quiet() const {
   if (!is_over_ || num_removed_ > 0 || is_stopped_ || busy_ns_ > 0) return false;
-  for (const Member& member : world_.members) {
-    if (member.num_faults > 0) return false;
+  for (const SimulatedWorker& simulated : world_.workers) {
+    if (simulated.num_faults > 0) return false;
   }
   return true;
 }
 
-void Injector::inject(uint32_t worker, FaultKind kind) {
-  WorkerProcess& process = world_.members[worker].process();
-  if (kind == FaultKind::kAbandon) {
+void Injector::inject(uint32_t worker, SimulatedFault kind) {
+  WorkerProcess& process = world_.workers[worker].process();
+  if (kind == SimulatedFault::kAbandon) {
     ++world_.num_faults[static_cast<size_t>(kind)];
     ++num_abandons_;
     return;
   }
-  if (kind == FaultKind::kBusy) {
+  if (kind == SimulatedFault::kBusy) {
     ++world_.num_faults[static_cast<size_t>(kind)];
     busy_ns_ = random_.magnitude(10 * kMs, 10 * kS);
     return;
   }
-  if (kind == FaultKind::kStop) return stop_host();
+  if (kind == SimulatedFault::kStop) return stop_host();
   if (!process.is_alive()) return;
   switch (kind) {
-    case FaultKind::kKill: return kill(worker, kind, world_.options.restart_ns);
-    case FaultKind::kUnfit:
-      world_.members[worker].is_unfit = true;
+    case SimulatedFault::kKill: return kill(worker, kind, world_.options.restart_ns);
+    case SimulatedFault::kUnfit:
+      world_.workers[worker].is_unfit = true;
       return kill(worker, kind, world_.options.restart_ns);
-    case FaultKind::kCrashLoop: {
+    case SimulatedFault::kCrashLoop: {
       const int64_t duration = random_.magnitude(100 * kMs, 8 * kS);
-      world_.members[worker].crashes_until_ns = world_.scheduler.now_ns() + duration;
+      world_.workers[worker].crashes_until_ns = world_.scheduler.now_ns() + duration;
       return kill(worker, kind, duration);
     }
-    case FaultKind::kRemove:      return remove(worker);
-    case FaultKind::kFreeze:      return freeze(worker);
-    case FaultKind::kHang:        return hang(worker);
-    case FaultKind::kMute:        return mute(worker);
-    case FaultKind::kStuck:       return get_stuck(worker);
-    case FaultKind::kRefuse:
-    case FaultKind::kRefuseRange: return refuse(worker, kind);
-    case FaultKind::kCutOff:
-    case FaultKind::kCutToWorker:
-    case FaultKind::kCutToHost:   return cut(worker, kind);
-    case FaultKind::kSlow:
+    case SimulatedFault::kRemove:      return remove(worker);
+    case SimulatedFault::kFreeze:      return freeze(worker);
+    case SimulatedFault::kHang:        return hang(worker);
+    case SimulatedFault::kMute:        return mute(worker);
+    case SimulatedFault::kStuck:       return get_stuck(worker);
+    case SimulatedFault::kRefuse:
+    case SimulatedFault::kRefuseRange: return refuse(worker, kind);
+    case SimulatedFault::kCutOff:
+    case SimulatedFault::kCutToWorker:
+    case SimulatedFault::kCutToHost:   return cut(worker, kind);
+    case SimulatedFault::kSlow:
       process.experts().slowdown = static_cast<double>(random_.magnitude(2, 1000));
       return undo_after(worker, kind, random_.magnitude(10 * kMs, 10 * kS),
                         [](WorkerProcess& one) { one.experts().slowdown = 1; });
-    case FaultKind::kLosePulses:
+    case SimulatedFault::kLosePulses:
       process.set_losing_pulses(true);
       return undo_after(worker, kind, random_.magnitude(100 * kMs, 5 * kS),
                         [](WorkerProcess& one) { one.set_losing_pulses(false); });
-    case FaultKind::kDelay: {
-      Network& network = world_.members[worker].network;
+    case SimulatedFault::kDelay: {
+      Network& network = world_.workers[worker].network;
       network.added_delay_ns = random_.magnitude(kMs, 500 * kMs);
       const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
       world_.begin_fault(worker, kind, duration);
       world_.scheduler.after(duration, [this, worker, kind] {
-        world_.members[worker].network.added_delay_ns = 0;
+        world_.workers[worker].network.added_delay_ns = 0;
         world_.end_fault(worker, kind);
       });
       return;
@@ -110,10 +110,10 @@ void Injector::inject(uint32_t worker, FaultKind kind) {
   }
 }
 
-void Injector::undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
+void Injector::undo_after(uint32_t worker, SimulatedFault kind, int64_t duration_ns,
                           std::function<void(WorkerProcess&)> undo) {
   world_.begin_fault(worker, kind, duration_ns);
-  WorkerProcess* const process = &world_.members[worker].process();
+  WorkerProcess* const process = &world_.workers[worker].process();
   world_.scheduler.after(duration_ns, [this, worker, kind, process, undo = std::move(undo)] {
     if (process->is_alive()) undo(*process);
     world_.end_fault(worker, kind);
@@ -122,10 +122,10 @@ void Injector::undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
 
 // A process that the host started is started again by the host, when its state machine says so;
 // another one by somebody else.
-void Injector::kill(uint32_t worker, FaultKind kind, int64_t duration_ns) {
+void Injector::kill(uint32_t worker, SimulatedFault kind, int64_t duration_ns) {
   world_.begin_fault(worker, kind, duration_ns);
   world_.set_attached(worker, false);
-  world_.members[worker].process().kill(random_.chance(0.5));
+  world_.workers[worker].process().kill(random_.chance(0.5));
   world_.scheduler.after(duration_ns, [this, worker, kind] {
     if (!world_.options.workers[worker].is_started_by_host) world_.start_process(worker);
     world_.end_fault(worker, kind);
@@ -134,27 +134,27 @@ void Injector::kill(uint32_t worker, FaultKind kind, int64_t duration_ns) {
 
 void Injector::remove(uint32_t worker) {
   const int64_t duration = random_.magnitude(100 * kMs, 8 * kS);
-  ++world_.num_faults[static_cast<size_t>(FaultKind::kRemove)];
-  world_.record(EventKind::kFault, worker, static_cast<uint64_t>(FaultKind::kRemove),
+  ++world_.num_faults[static_cast<size_t>(SimulatedFault::kRemove)];
+  world_.record(JournalEvent::kFault, worker, static_cast<uint64_t>(SimulatedFault::kRemove),
                 static_cast<uint64_t>(duration / kMs));
   ++num_removed_;
   changes_.push_back({worker, true});
   world_.scheduler.after(duration, [this, worker] {
     --num_removed_;
     changes_.push_back({worker, false});
-    world_.record(EventKind::kHeal, worker, static_cast<uint64_t>(FaultKind::kRemove));
+    world_.record(JournalEvent::kHeal, worker, static_cast<uint64_t>(SimulatedFault::kRemove));
   });
 }
 
 void Injector::freeze(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
+  WorkerProcess& process = world_.workers[worker].process();
   if (process.is_frozen()) return;
   process.freeze();
-  undo_after(worker, FaultKind::kFreeze, random_.magnitude(10 * kMs, 10 * kS),
+  undo_after(worker, SimulatedFault::kFreeze, random_.magnitude(10 * kMs, 10 * kS),
              [](WorkerProcess& one) { one.thaw(); });
 }
 
-void Injector::end_once(uint32_t worker, FaultKind kind, std::function<bool()> is_over) {
+void Injector::end_once(uint32_t worker, SimulatedFault kind, std::function<bool()> is_over) {
   if (is_over()) return world_.end_fault(worker, kind);
   world_.scheduler.after(kLookNs, [this, worker, kind, is_over = std::move(is_over)] {
     end_once(worker, kind, is_over);
@@ -162,12 +162,12 @@ void Injector::end_once(uint32_t worker, FaultKind kind, std::function<bool()> i
 }
 
 void Injector::hang(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
+  WorkerProcess& process = world_.workers[worker].process();
   if (!world_.options.workers[worker].is_started_by_host) return freeze(worker);
   if (process.is_frozen() || process.link() == nullptr) return;
   process.freeze();
-  world_.begin_fault(worker, FaultKind::kHang, 0);
-  const std::shared_ptr<Link> link = process.shared_link();
+  world_.begin_fault(worker, SimulatedFault::kHang, 0);
+  const std::shared_ptr<SimulatedLink> link = process.shared_link();
   const Options& options = world_.options;
   // Where calls have less time, it is found out by its silence.
   if (options.call_timeout_ns > kMostStalls * options.stall_timeout_ns) {
@@ -179,7 +179,7 @@ void Injector::hang(uint32_t worker) {
   }
   // One that nobody asks for anything is missed by nobody.
   const int64_t until = world_.scheduler.now_ns() + random_.magnitude(kS, 10 * kS);
-  end_once(worker, FaultKind::kHang, [this, &process, until] {
+  end_once(worker, SimulatedFault::kHang, [this, &process, until] {
     const bool is_missed = process.link()->owes();
     if (process.is_alive() && !is_missed && world_.scheduler.now_ns() >= until) process.thaw();
     return !process.is_alive() || !process.is_frozen();
@@ -187,23 +187,23 @@ void Injector::hang(uint32_t worker) {
 }
 
 void Injector::mute(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
-  Network& network = world_.members[worker].network;
+  WorkerProcess& process = world_.workers[worker].process();
+  Network& network = world_.workers[worker].network;
   if (network.is_mute || process.link() == nullptr) return;
   network.is_mute = true;
   const bool is_own = world_.options.workers[worker].is_started_by_host;
   const int64_t until =
       world_.scheduler.now_ns() + (is_own ? kDamagePatienceNs : random_.magnitude(kS, 10 * kS));
-  world_.begin_fault(worker, FaultKind::kMute, 0);
+  world_.begin_fault(worker, SimulatedFault::kMute, 0);
   // Whether an answer was swallowed on the present path.
   const auto is_struck = [this, worker] {
-    const Link* const link = world_.members[worker].process().link();
+    const SimulatedLink* const link = world_.workers[worker].process().link();
     return link != nullptr && link->is_stuck(Side::kWorker) && !link->is_closed(Side::kHost);
   };
   world_.expect_loss_of_silent(
       worker, "is mute", [&network, is_struck] { return !network.is_mute && !is_struck(); },
       is_struck);
-  end_once(worker, FaultKind::kMute, [this, &network, is_struck, is_own, until] {
+  end_once(worker, SimulatedFault::kMute, [this, &network, is_struck, is_own, until] {
     // The worker itself is mute for good once it has swallowed an answer.
     if (world_.scheduler.now_ns() >= until && !(is_own && is_struck())) network.is_mute = false;
     return !network.is_mute && !is_struck();
@@ -211,13 +211,13 @@ void Injector::mute(uint32_t worker) {
 }
 
 void Injector::get_stuck(uint32_t worker) {
-  WorkerProcess& process = world_.members[worker].process();
+  WorkerProcess& process = world_.workers[worker].process();
   if (process.link() == nullptr || process.link()->is_closed(Side::kWorker)) return;
-  const std::shared_ptr<Link> link = process.shared_link();
+  const std::shared_ptr<SimulatedLink> link = process.shared_link();
   const Side side = random_.chance(0.3) ? Side::kHost : Side::kWorker;
-  link->damage_next(side, FaultKind::kStuck);
+  link->damage_next(side, SimulatedFault::kStuck);
   const int64_t until = world_.scheduler.now_ns() + kDamagePatienceNs;
-  world_.begin_fault(worker, FaultKind::kStuck, 0);
+  world_.begin_fault(worker, SimulatedFault::kStuck, 0);
   world_.expect_loss_of_silent(
       worker, "has a path that is stuck",
       [this, link, side, until] {
@@ -225,7 +225,7 @@ void Injector::get_stuck(uint32_t worker) {
                (!link->is_stuck(side) && world_.scheduler.now_ns() > until);
       },
       [link, side] { return link->is_stuck(side) && link->owes(); });
-  end_once(worker, FaultKind::kStuck, [this, link, side, until] {
+  end_once(worker, SimulatedFault::kStuck, [this, link, side, until] {
     if (link->is_stuck(side)) return link->is_closed(Side::kHost);
     if (world_.scheduler.now_ns() < until) return false;
     link->spare_next(side);
@@ -238,13 +238,13 @@ void Injector::stop_host() {
   if (is_stopped_) return;
   is_stopped_ = true;
   const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
-  ++world_.num_faults[static_cast<size_t>(FaultKind::kStop)];
-  world_.record(EventKind::kFault, 0, static_cast<uint64_t>(FaultKind::kStop),
+  ++world_.num_faults[static_cast<size_t>(SimulatedFault::kStop)];
+  world_.record(JournalEvent::kFault, 0, static_cast<uint64_t>(SimulatedFault::kStop),
                 static_cast<uint64_t>(duration / kMs));
   std::vector<WorkerProcess*> stopped;
   const bool stops_workers = random_.chance(0.5);
   for (uint32_t worker = 0; stops_workers && worker < world_.num_remote(); ++worker) {
-    WorkerProcess& process = world_.members[worker].process();
+    WorkerProcess& process = world_.workers[worker].process();
     const bool is_own = world_.options.workers[worker].is_started_by_host;
     if (!is_own || !process.is_alive() || process.is_frozen()) continue;
     process.freeze();
@@ -262,20 +262,21 @@ void Injector::stop_host() {
   });
 }
 
-void Injector::refuse(uint32_t worker, FaultKind kind) {
+void Injector::refuse(uint32_t worker, SimulatedFault kind) {
   const ErrorCode code =
-      kind == FaultKind::kRefuseRange ? ErrorCode::kRange : random_.one_of(kRefusals);
-  world_.members[worker].process().experts().next_refusal = Error{code, "a refusal on purpose"};
+      kind == SimulatedFault::kRefuseRange ? ErrorCode::kRange : random_.one_of(kRefusals);
+  world_.workers[worker].process().experts().next_refusal = Error{code, "a refusal on purpose"};
   undo_after(worker, kind, kDamagePatienceNs,
              [](WorkerProcess& one) { one.experts().next_refusal.reset(); });
 }
 
-void Injector::cut(uint32_t worker, FaultKind kind) {
-  Network& network = world_.members[worker].network;
+void Injector::cut(uint32_t worker, SimulatedFault kind) {
+  Network& network = world_.workers[worker].network;
   const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
   const int64_t until = world_.scheduler.now_ns() + duration;
   for (const Side from : {Side::kHost, Side::kWorker}) {
-    const FaultKind spares = from == Side::kHost ? FaultKind::kCutToHost : FaultKind::kCutToWorker;
+    const SimulatedFault spares =
+        from == Side::kHost ? SimulatedFault::kCutToHost : SimulatedFault::kCutToWorker;
     int64_t& cut_until = network.cut_until_ns[static_cast<size_t>(from)];
     if (kind != spares) cut_until = std::max(cut_until, until);
   }
@@ -283,8 +284,8 @@ void Injector::cut(uint32_t worker, FaultKind kind) {
   world_.scheduler.after(duration, [this, worker, kind] { world_.end_fault(worker, kind); });
 }
 
-void Injector::damage(uint32_t worker, FaultKind kind) {
-  Link* const link = world_.members[worker].process().link();
+void Injector::damage(uint32_t worker, SimulatedFault kind) {
+  SimulatedLink* const link = world_.workers[worker].process().link();
   if (link == nullptr || link->is_closed(Side::kWorker)) return;
   const Side side = random_.chance(0.3) ? Side::kHost : Side::kWorker;
   link->damage_next(side, kind);

@@ -34,21 +34,21 @@ class Injector {
 
  private:
   void plan_next();
-  void inject(uint32_t worker, FaultKind kind);
-  void kill(uint32_t worker, FaultKind kind, int64_t duration_ns);
+  void inject(uint32_t worker, SimulatedFault kind);
+  void kill(uint32_t worker, SimulatedFault kind, int64_t duration_ns);
   void remove(uint32_t worker);
   void freeze(uint32_t worker);
   void hang(uint32_t worker);
   void mute(uint32_t worker);
   void get_stuck(uint32_t worker);
   void stop_host();
-  void refuse(uint32_t worker, FaultKind kind);
-  void cut(uint32_t worker, FaultKind kind);
-  void damage(uint32_t worker, FaultKind kind);
+  void refuse(uint32_t worker, SimulatedFault kind);
+  void cut(uint32_t worker, SimulatedFault kind);
+  void damage(uint32_t worker, SimulatedFault kind);
   // Ends a fault once `is_over` says so, at which it is asked every 50 ms.
-  void end_once(uint32_t worker, FaultKind kind, std::function<bool()> is_over);
+  void end_once(uint32_t worker, SimulatedFault kind, std::function<bool()> is_over);
   // Undoes a fault after its time, if the same process is still alive.
-  void undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
+  void undo_after(uint32_t worker, SimulatedFault kind, int64_t duration_ns,
                   std::function<void(WorkerProcess&)> undo);
 
   World& world_;

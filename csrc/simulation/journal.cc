@@ -12,7 +12,7 @@
 namespace dflash::simulation {
 namespace {
 
-// How an event's numbers a, b and c are worded, by EventKind.
+// How an event's numbers a, b and c are worded, by JournalEvent.
 constexpr const char* kWordings[] = {
     "call %llu is submitted, %llu tokens",
     "call %llu has its output after %llu us",
@@ -34,7 +34,7 @@ constexpr const char* kWordings[] = {
 
 }  // namespace
 
-void Journal::record(int64_t now_ns, EventKind kind, uint64_t a, uint64_t b, uint64_t c) {
+void Journal::record(int64_t now_ns, JournalEvent kind, uint64_t a, uint64_t b, uint64_t c) {
   last_[num_events_++ % kKept] = {now_ns, kind, a, b, c};
   for (const uint64_t word : {static_cast<uint64_t>(now_ns), static_cast<uint64_t>(kind), a, b, c})
     mix(word);
@@ -51,15 +51,15 @@ std::vector<std::string> Journal::last_events() const {
     length += std::snprintf(text + length, sizeof text - static_cast<size_t>(length),
                             kWordings[static_cast<size_t>(entry.kind)], entry.a, entry.b, entry.c);
     std::string line(text, static_cast<size_t>(length));
-    if (entry.kind == EventKind::kFault) {
-      line += std::string(": ") + fault_name(static_cast<FaultKind>(entry.b)) + " for " +
+    if (entry.kind == JournalEvent::kFault) {
+      line += std::string(": ") + fault_name(static_cast<SimulatedFault>(entry.b)) + " for " +
               std::to_string(entry.c) + " ms";
-    } else if (entry.kind == EventKind::kHeal) {
-      line += std::string(": ") + fault_name(static_cast<FaultKind>(entry.b)) + " is over";
-    } else if (entry.kind == EventKind::kMember) {
+    } else if (entry.kind == JournalEvent::kHeal) {
+      line += std::string(": ") + fault_name(static_cast<SimulatedFault>(entry.b)) + " is over";
+    } else if (entry.kind == JournalEvent::kMember) {
       line += std::string(": ") + happening_name(static_cast<Happening>(entry.c));
-    } else if (entry.kind == EventKind::kDamage) {
-      line += std::string(": ") + fault_name(static_cast<FaultKind>(entry.c));
+    } else if (entry.kind == JournalEvent::kDamage) {
+      line += std::string(": ") + fault_name(static_cast<SimulatedFault>(entry.c));
     }
     lines.push_back(std::move(line));
   }

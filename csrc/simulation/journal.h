@@ -10,7 +10,7 @@
 
 namespace dflash::simulation {
 
-enum class EventKind : uint8_t {
+enum class JournalEvent : uint8_t {
   kSubmit,      // a call was submitted: call, tokens
   kSucceed,     // ... and has its output: call, microseconds
   kFail,        // ... or an error: call, error code
@@ -31,7 +31,7 @@ enum class EventKind : uint8_t {
 
 class Journal {
  public:
-  void record(int64_t now_ns, EventKind kind, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0);
+  void record(int64_t now_ns, JournalEvent kind, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0);
   uint64_t hash() const { return hash_; }
   uint64_t num_events() const { return num_events_; }
   // The last events as text, oldest first, one a line.
@@ -40,7 +40,7 @@ class Journal {
  private:
   struct Entry {
     int64_t now_ns;
-    EventKind kind;
+    JournalEvent kind;
     uint64_t a, b, c;
   };
   static constexpr size_t kKept = 200;

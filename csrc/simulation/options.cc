@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kUs = 1'000, kMs = 1'000'000, kS = 1'000'000'000;
 
-WorkerOptions draw_worker(Random& random) {
-  WorkerOptions worker;
+SimulatedWorkerOptions draw_worker(Random& random) {
+  SimulatedWorkerOptions worker;
   worker.is_stream = random.chance(0.5);
   worker.is_started_by_host = random.chance(0.7);
   worker.delay_ns = worker.is_stream ? random.magnitude(10 * kUs, 5 * kMs) : 2 * kUs;
@@ -42,7 +42,7 @@ void draw_shards(Random& random, Options& options) {
 // The host's own copy of all shards, slower than any worker.
 void add_last_resort(Random& random, Options& options) {
   const auto index = static_cast<uint32_t>(options.workers.size());
-  WorkerOptions& host = options.workers.emplace_back();
+  SimulatedWorkerOptions& host = options.workers.emplace_back();
   host.is_last_resort = true;
   host.ns_per_pair = random.magnitude(100 * kUs, 500 * kUs);
   for (auto& holders : options.holders) holders.push_back(index);
@@ -50,10 +50,10 @@ void add_last_resort(Random& random, Options& options) {
 }
 
 void draw_faults(Random& random, Options& options) {
-  for (size_t kind = 0; kind < kNumFaultKinds; ++kind) {
-    if (random.chance(0.4)) options.faults.push_back(static_cast<FaultKind>(kind));
+  for (size_t kind = 0; kind < kNumSimulatedFaults; ++kind) {
+    if (random.chance(0.4)) options.faults.push_back(static_cast<SimulatedFault>(kind));
   }
-  if (options.faults.empty()) options.faults.push_back(FaultKind::kKill);
+  if (options.faults.empty()) options.faults.push_back(SimulatedFault::kKill);
   options.fault_gap_ns = random.magnitude(kS / 2, 10 * kS);
   options.restart_ns = random.magnitude(50 * kMs, kS);
   options.load_ns = random.magnitude(5 * kMs, kS / 2);
@@ -79,7 +79,7 @@ Options Options::of(uint64_t seed, int64_t duration_ns) {
   Options options;
   options.duration_ns = duration_ns;
   options.workers.resize(1 + random.below(4));
-  for (WorkerOptions& worker : options.workers) worker = draw_worker(random);
+  for (SimulatedWorkerOptions& worker : options.workers) worker = draw_worker(random);
   draw_shards(random, options);
   if (random.chance(0.25)) add_last_resort(random, options);
   options.window = static_cast<uint32_t>(random.between(1, 3));
@@ -126,7 +126,7 @@ std::vector<std::string> Options::lines() const {
                   seconds(" to", backoff_ns[1]));
   lines.push_back(seconds("a removed worker may finish for", drain_ns));
   std::string kinds = "faults:";
-  for (const FaultKind kind : faults) kinds.append(" ").append(fault_name(kind));
+  for (const SimulatedFault kind : faults) kinds.append(" ").append(fault_name(kind));
   lines.push_back(std::move(kinds));
   return lines;
 }

@@ -13,7 +13,7 @@
 
 namespace dflash::simulation {
 
-struct WorkerOptions {
+struct SimulatedWorkerOptions {
   bool is_stream = false;  // its path is a socket, otherwise a ring
   // Whether the host starts its process; otherwise somebody does, and the host dials it.
   bool is_started_by_host = true;
@@ -26,7 +26,7 @@ struct WorkerOptions {
 
 struct Options {
   int64_t duration_ns = 0;  // of the time in which things break
-  std::vector<WorkerOptions> workers;
+  std::vector<SimulatedWorkerOptions> workers;
   std::vector<std::vector<uint32_t>> shards;   // the experts of each, ascending
   std::vector<std::vector<uint32_t>> holders;  // the workers of each shard, the preferred one first
   // The host's own copy is made when a worker is suspected or lost, and holds nothing before.
@@ -38,13 +38,13 @@ struct Options {
   int64_t call_timeout_ns = 0, stall_timeout_ns = 0;
   uint32_t max_tokens = 0, top_k = 0;
   uint32_t num_concurrent_calls = 0;
-  int64_t think_ns = 0;           // mean time between two calls
-  std::vector<FaultKind> faults;  // those that happen
-  int64_t fault_gap_ns = 0;       // mean time between two
-  int64_t restart_ns = 0;         // what starting a process takes
-  int64_t load_ns = 0;            // what loading a worker's shards takes
-  int64_t backoff_ns[2] = {};     // the first and the longest pause between two tries
-  int64_t drain_ns = 0;           // for which a removed worker may finish what it has
+  int64_t think_ns = 0;                // mean time between two calls
+  std::vector<SimulatedFault> faults;  // those that happen
+  int64_t fault_gap_ns = 0;            // mean time between two
+  int64_t restart_ns = 0;              // what starting a process takes
+  int64_t load_ns = 0;                 // what loading a worker's shards takes
+  int64_t backoff_ns[2] = {};          // the first and the longest pause between two tries
+  int64_t drain_ns = 0;                // for which a removed worker may finish what it has
 
   static Options of(uint64_t seed, int64_t duration_ns);
   // One line for each option.

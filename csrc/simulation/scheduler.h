@@ -1,7 +1,7 @@
 // Virtual time, and the fibres that live in it. Time stands still while code runs and jumps from
 // event to event, so that an hour of idle waiting costs nothing, and a run depends on nothing but
 // its seed. Real code enters here through the functions of base/clock.h and transport::wait_any,
-// which clock.cc and wait.cc of this room define anew.
+// which virtual_time.cc defines anew.
 //
 // One thread runs a whole simulation; several threads may run one each.
 // SPDX-License-Identifier: Apache-2.0

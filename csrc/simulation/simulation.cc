@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "simulation/injector.h"
-#include "simulation/supervisor.h"
+#include "simulation/simulated_keeper.h"
 #include "simulation/world.h"
 
 namespace dflash::simulation {
@@ -35,25 +35,25 @@ client::LayerPlan layer_of(const Options& options) {
   return plan;
 }
 
-class Host {
+class SimulatedHost {
  public:
-  Host(World& world, Membership& membership)
+  SimulatedHost(World& world, Membership& membership)
       : world_(world),
         client_(
             client::ClientOptions(world.options.call_timeout_ns, world.options.stall_timeout_ns)),
         injector_(world),
-        supervisor_(world, client_, membership),
+        keeper_(world, client_, membership),
         caller_(world, client_),
         random_(world.random.split()) {}
 
   void run() {
-    for (uint32_t worker = 0; worker < world_.members.size(); ++worker) {
+    for (uint32_t worker = 0; worker < world_.workers.size(); ++worker) {
       world_.start_process(worker);
-      supervisor_.add_worker(worker);
+      keeper_.add_worker(worker);
     }
     check(client_.define_layer(layer_of(world_.options)).ok(), "the client takes a plan");
-    supervisor_.name_holders(!world_.options.joins_late);
-    injector_.on_continued = [this](int64_t ns) { supervisor_.excuse(ns); };
+    keeper_.name_holders(!world_.options.joins_late);
+    injector_.on_continued = [this](int64_t ns) { keeper_.excuse(ns); };
     injector_.start();
     const Deadline quiet_by = Deadline::after_ns(world_.options.duration_ns + kLongestFaultNs);
     while (!injector_.is_quiet()) {
@@ -67,7 +67,7 @@ class Host {
       for (uint32_t count = injector_.take_abandons(); count > 0; --count) caller_.abandon_one();
     }
     change_workers();
-    world_.record(EventKind::kPhase);
+    world_.record(JournalEvent::kPhase);
     heal();
     while (caller_.num_under_way() > 0) caller_.wait(tick());
     caller_.check_ended_outputs(true);
@@ -86,13 +86,13 @@ class Host {
     const int64_t began = world_.scheduler.now_ns(), away_ns = world_.away_ns;
     const int64_t until = began + ns;
     while (world_.scheduler.now_ns() < until) world_.scheduler.running()->sleep_until(until);
-    supervisor_.excuse(world_.scheduler.now_ns() - began - (world_.away_ns - away_ns));
+    keeper_.excuse(world_.scheduler.now_ns() - began - (world_.away_ns - away_ns));
     world_.away_ns = away_ns + world_.scheduler.now_ns() - began;
   }
 
   // A look at everything: it submits what is due, and waits.
   void turn() {
-    supervisor_.look();
+    keeper_.look();
     const int64_t now = world_.scheduler.now_ns();
     if (now >= next_call_ns_ && caller_.num_under_way() < world_.options.num_concurrent_calls) {
       caller_.submit();
@@ -111,16 +111,16 @@ class Host {
   void change_workers() {
     for (const Injector::Change& change : injector_.take_changes()) {
       if (change.is_removal) {
-        supervisor_.remove(change.worker);
+        keeper_.remove(change.worker);
       } else {
-        supervisor_.want_back(change.worker);
+        keeper_.want_back(change.worker);
       }
     }
   }
 
   void heal() {
     const Deadline whole_by = Deadline::after_ns(kHealNs);
-    while (!supervisor_.is_whole()) {
+    while (!keeper_.is_whole()) {
       if (whole_by.has_passed())
         return world_.violate("a worker or its slots were missing 10 s after the last fault ended");
       turn();
@@ -153,7 +153,7 @@ class Host {
                      std::to_string(world_.sent.num_requests));
     // Second requests for workers that are suspected to hang are in no budget.
     const double most = kHedges + kHedgeShare * static_cast<double>(counted.num_requests);
-    if (!supervisor_.has_suspected() && static_cast<double>(num_hedges) > most)
+    if (!keeper_.has_suspected() && static_cast<double>(num_hedges) > most)
       world_.violate(std::to_string(num_hedges) + " second requests of " +
                      std::to_string(counted.num_requests) + " are over their budget");
   }
@@ -161,7 +161,7 @@ class Host {
   World& world_;
   client::ExpertClient client_;
   Injector injector_;
-  Supervisor supervisor_;
+  SimulatedKeeper keeper_;
   Caller caller_;
   Random random_;
   int64_t next_call_ns_ = 0;
@@ -172,8 +172,8 @@ class Host {
 void end_processes(World& world) {
   world.scheduler.run([&world] {
     bool are_over = true;
-    for (const Member& member : world.members) {
-      for (const auto& process : member.processes) {
+    for (const SimulatedWorker& simulated : world.workers) {
+      for (const auto& process : simulated.processes) {
         process->kill(false);
         are_over = are_over && process->is_over();
       }
@@ -188,7 +188,7 @@ Report simulate(uint64_t seed, int64_t duration_ns, const MakeMembership& make_m
   Report report;
   World world(seed, Options::of(seed, duration_ns));
   const auto membership = make_membership(seed, world.options);
-  auto host = std::make_unique<Host>(world, *membership);
+  auto host = std::make_unique<SimulatedHost>(world, *membership);
   const auto task = world.scheduler.spawn([&host] { host->run(); });
   world.host = task.get();
   const bool is_over = world.scheduler.run([&host] { return host->is_over(); });

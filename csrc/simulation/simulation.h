@@ -21,7 +21,7 @@ struct Report {
   uint64_t num_events = 0;
   int64_t virtual_ns = 0;
   CallCounts calls;
-  std::array<uint64_t, kNumFaultKinds> faults{};
+  std::array<uint64_t, kNumSimulatedFaults> faults{};
   std::vector<std::string> violations;  // empty where every rule was kept
   std::vector<std::string> options;     // what the seed drew, a line each
   // At most 200, oldest first: those before the first violation, or before the end.

@@ -52,7 +52,7 @@ void WorkerProcess::serve() {
   Status ended = expert_worker_->serve(link_->end(Side::kWorker), link_->generation());
   is_serving_ = false;
   if (task_->is_killed()) return;
-  world_.record(EventKind::kSessionEnd, worker_, link_->generation(),
+  world_.record(JournalEvent::kSessionEnd, worker_, link_->generation(),
                 ended.ok() ? 0 : static_cast<uint64_t>(ended.error().code));
   if (next_link_ == nullptr) close_pulse();
 }
@@ -81,7 +81,7 @@ void WorkerProcess::obey(PathOrder order) {
 
 void WorkerProcess::send_pulses(uint64_t session) {
   if (session != num_sessions_ || pulse_ == nullptr || !is_alive()) return;
-  const bool passes = world_.members[worker_].network.passes_at(
+  const bool passes = world_.workers[worker_].network.passes_at(
                           Side::kWorker, world_.scheduler.now_ns()) == world_.scheduler.now_ns();
   if (!task_->is_frozen() && !is_losing_pulses_ && passes)
     static_cast<void>(pulse_->send(expert_worker_->progress()));
@@ -91,7 +91,7 @@ void WorkerProcess::send_pulses(uint64_t session) {
 // The host hears of it when the network lets it.
 void WorkerProcess::close_pulse() {
   if (pulse_ == nullptr) return;
-  const Network& network = world_.members[worker_].network;
+  const Network& network = world_.workers[worker_].network;
   const int64_t heard_at = network.passes_at(
       Side::kWorker, world_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns);
   world_.scheduler.at(heard_at, [this, link = link_, pulse = std::exchange(pulse_, nullptr),

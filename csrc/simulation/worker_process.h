@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "simulation/experts.h"
-#include "simulation/link.h"
 #include "simulation/scheduler.h"
+#include "simulation/simulated_link.h"
 #include "worker/expert_worker.h"
 #include "worker/pulse.h"
 
@@ -21,7 +21,7 @@ class World;
 // A data path that the host asks a worker to serve. With a pulse it is a new session, without one
 // only the path changes.
 struct PathOrder {
-  std::shared_ptr<Link> link;
+  std::shared_ptr<SimulatedLink> link;
   OwnedFd pulse;
   std::shared_ptr<bool> is_pulse_closed;  // set when the worker closes it
   std::function<void()> on_accepted;
@@ -43,8 +43,8 @@ class WorkerProcess {
   bool is_alive() const { return !task_->is_over() && !task_->is_killed(); }
   bool is_frozen() const { return task_->is_frozen(); }
   bool is_over() const { return task_->is_over(); }
-  Link* link() const { return link_.get(); }
-  std::shared_ptr<Link> shared_link() const { return link_; }
+  SimulatedLink* link() const { return link_.get(); }
+  std::shared_ptr<SimulatedLink> shared_link() const { return link_; }
   ExpertsState& experts() { return experts_; }
 
  private:
@@ -58,8 +58,8 @@ class WorkerProcess {
   const uint32_t worker_;
   ExpertsState experts_;
   std::unique_ptr<worker::ExpertWorker> expert_worker_;
-  std::shared_ptr<Link> link_;  // of the path that is served, or was last
-  std::shared_ptr<Link> next_link_;
+  std::shared_ptr<SimulatedLink> link_;  // of the path that is served, or was last
+  std::shared_ptr<SimulatedLink> next_link_;
   std::shared_ptr<worker::PulseSender> pulse_;
   std::shared_ptr<bool> is_pulse_closed_;
   uint64_t num_sessions_ = 0;

@@ -15,10 +15,10 @@ constexpr int64_t kAllowanceNs = 1'000'000'000;
 constexpr size_t kMaxViolations = 20;  // the first one matters; the others show its kind
 
 World::World(uint64_t seed, const Options& drawn)
-    : random(seed ^ 0x5eed5eed5eed5eed), options(drawn), members(drawn.workers.size()) {
-  for (uint32_t worker = 0; worker < members.size(); ++worker) {
-    const WorkerOptions& from = options.workers[worker];
-    Network& network = members[worker].network;
+    : random(seed ^ 0x5eed5eed5eed5eed), options(drawn), workers(drawn.workers.size()) {
+  for (uint32_t worker = 0; worker < workers.size(); ++worker) {
+    const SimulatedWorkerOptions& from = options.workers[worker];
+    Network& network = workers[worker].network;
     network.delay_ns = from.delay_ns;
     network.jitter_ns = from.jitter_ns;
     network.ns_per_byte = from.ns_per_byte;
@@ -29,7 +29,7 @@ World::World(uint64_t seed, const Options& drawn)
 World::~World() = default;
 
 void World::violate(std::string what) {
-  record(EventKind::kViolation);
+  record(JournalEvent::kViolation);
   if (violations.empty()) events_before_violation = journal.last_events();
   if (violations.size() < kMaxViolations)
     violations.push_back("at " + std::to_string(scheduler.now_ns()) + " ns: " + std::move(what));
@@ -39,7 +39,7 @@ LinkContext World::link_context(uint32_t worker) {
   return {scheduler,
           journal,
           random.split(),
-          members[worker].network,
+          workers[worker].network,
           sent,
           worker,
           [this](std::string what) { violate(std::move(what)); },
@@ -69,43 +69,43 @@ void World::look() {
 // twice: the client's own sum may have more in it.
 void World::expect_loss_of_silent(uint32_t worker, std::string why, std::function<bool()> is_over,
                                   std::function<bool()> counts) {
-  const uint64_t num_losses = members[worker].num_losses;
+  const uint64_t num_losses = workers[worker].num_losses;
   expected_losses.add({"worker " + std::to_string(worker) + " " + std::move(why),
                        [this, worker, num_losses, is_over = std::move(is_over)] {
-                         return members[worker].num_losses != num_losses || is_over();
+                         return workers[worker].num_losses != num_losses || is_over();
                        },
                        std::move(counts),
                        [this] { return 2 * 2 * longest_limit_ns + kAllowanceNs; }});
 }
 
 void World::start_process(uint32_t worker) {
-  Member& member = members[worker];
-  if (options.workers[worker].is_started_by_host) member.network.is_mute = false;
-  member.processes.push_back(std::make_unique<WorkerProcess>(*this, worker));
+  SimulatedWorker& simulated = workers[worker];
+  if (options.workers[worker].is_started_by_host) simulated.network.is_mute = false;
+  simulated.processes.push_back(std::make_unique<WorkerProcess>(*this, worker));
 }
 
-void World::begin_fault(uint32_t worker, FaultKind kind, int64_t duration_ns) {
+void World::begin_fault(uint32_t worker, SimulatedFault kind, int64_t duration_ns) {
   ++num_faults[static_cast<size_t>(kind)];
-  record(EventKind::kFault, worker, static_cast<uint64_t>(kind),
+  record(JournalEvent::kFault, worker, static_cast<uint64_t>(kind),
          static_cast<uint64_t>(duration_ns / 1'000'000));
-  ++members[worker].num_faults;
-  members[worker].healthy_since_ns = std::numeric_limits<int64_t>::max();
+  ++workers[worker].num_faults;
+  workers[worker].healthy_since_ns = std::numeric_limits<int64_t>::max();
 }
 
-void World::end_fault(uint32_t worker, FaultKind kind) {
-  record(EventKind::kHeal, worker, static_cast<uint64_t>(kind));
-  Member& member = members[worker];
-  if (--member.num_faults == 0 && member.is_attached)
-    member.healthy_since_ns = scheduler.now_ns() + kSettleNs;
+void World::end_fault(uint32_t worker, SimulatedFault kind) {
+  record(JournalEvent::kHeal, worker, static_cast<uint64_t>(kind));
+  SimulatedWorker& simulated = workers[worker];
+  if (--simulated.num_faults == 0 && simulated.is_attached)
+    simulated.healthy_since_ns = scheduler.now_ns() + kSettleNs;
 }
 
 void World::set_attached(uint32_t worker, bool is_attached) {
-  Member& member = members[worker];
-  if (member.is_attached && !is_attached) ++member.num_losses;
-  member.is_attached = is_attached;
-  member.healthy_since_ns = is_attached && member.num_faults == 0
-                                ? scheduler.now_ns()
-                                : std::numeric_limits<int64_t>::max();
+  SimulatedWorker& simulated = workers[worker];
+  if (simulated.is_attached && !is_attached) ++simulated.num_losses;
+  simulated.is_attached = is_attached;
+  simulated.healthy_since_ns = is_attached && simulated.num_faults == 0
+                                   ? scheduler.now_ns()
+                                   : std::numeric_limits<int64_t>::max();
 }
 
 }  // namespace dflash::simulation

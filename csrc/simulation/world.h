@@ -22,7 +22,7 @@
 namespace dflash::simulation {
 
 // What is the case with one worker.
-struct Member {
+struct SimulatedWorker {
   Network network;
   std::vector<std::unique_ptr<WorkerProcess>> processes;  // the last one is the present one
   uint32_t num_faults = 0;                                // that are under way
@@ -45,24 +45,24 @@ class World {
   Journal journal;
   Random random;
   const Options options;
-  std::vector<Member> members;
+  std::vector<SimulatedWorker> workers;
   Task* host = nullptr;
-  std::array<uint64_t, kNumFaultKinds> num_faults{};  // that were injected, by kind
-  LinkCounts sent;                                    // by the host, on all paths
+  std::array<uint64_t, kNumSimulatedFaults> num_faults{};  // that were injected, by kind
+  LinkCounts sent;                                         // by the host, on all paths
   ExpectedLosses expected_losses;
   int64_t away_ns = 0;           // for how long nobody of the host could look
   int64_t longest_limit_ns = 0;  // of a call, from its beginning to its deadline
   std::vector<std::string> events_before_violation;  // the last ones before the first of them
   std::vector<std::string> violations;               // of rules, each with its time
 
-  void record(EventKind kind, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0) {
+  void record(JournalEvent kind, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0) {
     journal.record(scheduler.now_ns(), kind, a, b, c);
   }
   void violate(std::string what);
   LinkContext link_context(uint32_t worker);
   // How many workers are other processes; the host's own copy of the weights comes after them.
   uint32_t num_remote() const {
-    return static_cast<uint32_t>(members.size()) - (options.workers.back().is_last_resort ? 1 : 0);
+    return static_cast<uint32_t>(workers.size()) - (options.workers.back().is_last_resort ? 1 : 0);
   }
   // The host has just looked at what had arrived.
   void look();
@@ -75,8 +75,8 @@ class World {
   // Starts a process for a worker whose former one is dead.
   void start_process(uint32_t worker);
   // Says that something is wrong with a worker, and that it is over.
-  void begin_fault(uint32_t worker, FaultKind kind, int64_t duration_ns);
-  void end_fault(uint32_t worker, FaultKind kind);
+  void begin_fault(uint32_t worker, SimulatedFault kind, int64_t duration_ns);
+  void end_fault(uint32_t worker, SimulatedFault kind);
   void set_attached(uint32_t worker, bool is_attached);
   uint64_t next_generation() { return ++last_generation_; }
 

@@ -9,7 +9,7 @@
 #include <optional>
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/ring_lender.h"
 
 namespace dflash::transport {

@@ -4,9 +4,9 @@
 #include <thread>
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/kinds.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 
 namespace dflash::transport {
 namespace {

@@ -1,4 +1,4 @@
-// The codec of the frame header. Its offsets are those of frame.h and docs/protocol.md.
+// The codecs of the frame header and of the pulse. Their offsets are those of docs/protocol.md.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/frame.h"
 
@@ -102,6 +102,18 @@ Result<FrameHeader> decode_frame_header(std::span<const std::byte, kFrameHeaderB
   DFLASH_TRY(require_range("layer", header.layer, 0, kMaxLayers - 1));
   DFLASH_TRY(check_counts(header));
   return header;
+}
+
+void encode_pulse(uint64_t counter, std::span<std::byte, kPulseBytes> out) {
+  store_le(kPulseMagic, out, 0);
+  store_le(kPulseVersion, out, 4);
+  store_le(counter, out, 8);
+}
+
+std::optional<uint64_t> decode_pulse(std::span<const std::byte, kPulseBytes> bytes) {
+  if (load_le<uint32_t>(bytes, 0) != kPulseMagic || load_le<uint32_t>(bytes, 4) != kPulseVersion)
+    return std::nullopt;
+  return load_le<uint64_t>(bytes, 8);
 }
 
 }  // namespace dflash::wire

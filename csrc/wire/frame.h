@@ -1,10 +1,12 @@
 // The 64-byte header that precedes every message on a data channel, and its total decoder: any 64
 // bytes give either a header whose every field is within its limit, or an error that names the
-// field.
+// field. Beside it the pulse, the one message that has no header.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "base/dtype.h"
@@ -36,5 +38,17 @@ struct FrameHeader {
 void encode_frame_header(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> out);
 // Errors: kProtocol naming the field, what was found and what is allowed.
 Result<FrameHeader> decode_frame_header(std::span<const std::byte, kFrameHeaderBytes> bytes);
+
+// The pulse is what a worker sends on a connection of its own to prove that it makes progress. It
+// is little-endian: magic u32, version u32, progress counter u64. The time between two pulses is
+// part of the protocol, because the host's limits are multiples of it.
+inline constexpr uint32_t kPulseMagic = 0x534c5550;  // "PULS"
+inline constexpr uint32_t kPulseVersion = 1;
+inline constexpr size_t kPulseBytes = 16;
+inline constexpr int kPulsePeriodMs = 100;  // a tenth of the shortest stall limit that makes sense
+
+void encode_pulse(uint64_t counter, std::span<std::byte, kPulseBytes> out);
+// Returns the counter, or nothing where the bytes are no pulse of this version.
+std::optional<uint64_t> decode_pulse(std::span<const std::byte, kPulseBytes> bytes);
 
 }  // namespace dflash::wire

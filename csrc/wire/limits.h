@@ -17,8 +17,4 @@ inline constexpr uint32_t kMaxPayloadBytes = 256u << 20;  // the cap of an arena
 inline constexpr uint32_t kMaxLayers = 4096;
 inline constexpr uint32_t kMaxErrorTextBytes = 1024;
 
-// A number that differs between builds which frame data differently. A program's library and its
-// supervisor are compiled at different times, and compare it before anything else.
-uint32_t layout_fingerprint();
-
 }  // namespace dflash::wire

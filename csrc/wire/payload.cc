@@ -1,10 +1,14 @@
-// Payload layouts within their limits, the reply's timing block and the error payload.
+// Payload layouts within their limits, the reply's timing block, the error payload, and the number
+// that sums up all layouts.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/payload.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 
+#include "base/checksum.h"
+#include "wire/limits.h"
 #include "wire/little_endian.h"
 
 namespace dflash::wire {
@@ -108,6 +112,32 @@ uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, D
   constexpr uint64_t kPairBytes = sizeof(float) + sizeof(uint16_t);  // a weight and a local id
   return num_rows * (in_width * dtype_bytes(request_dtype) + out_width * dtype_bytes(reply_dtype)) +
          num_pairs * kPairBytes + num_rows * sizeof(uint16_t);
+}
+
+uint32_t layout_fingerprint() {
+  // Offsets of a payload with odd counts stand for the order and the padding of its parts.
+  const RequestOffsets request = request_offsets(3, 7, 5, Dtype::kBF16);
+  const ReplyOffsets reply = reply_offsets(3, 5, Dtype::kF16);
+  const std::array<uint64_t, 19> facts = {kFrameVersion,
+                                          kFrameHeaderBytes,
+                                          kMaxRows,
+                                          kMaxPairsPerRow,
+                                          kMaxPairs,
+                                          kMaxExpertsPerShard,
+                                          kMaxRowWidth,
+                                          kMaxPayloadBytes,
+                                          kMaxLayers,
+                                          kMaxErrorTextBytes,
+                                          frame_offset::kSlice,
+                                          frame_offset::kHeaderChecksum,
+                                          request.weights_offset,
+                                          request.row_counts_offset,
+                                          request.local_ids_offset,
+                                          request.rows_offset,
+                                          request.payload_bytes,
+                                          reply.rows_offset,
+                                          reply.payload_bytes};
+  return checksum(std::as_bytes(std::span(facts)));
 }
 
 }  // namespace dflash::wire

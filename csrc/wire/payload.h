@@ -60,4 +60,8 @@ Result<RemoteError> decode_error(std::span<const std::byte> payload);
 uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, Dtype request_dtype,
                      uint64_t out_width, Dtype reply_dtype);
 
+// Sums up everything by which two builds could read the same bytes differently. A program's library
+// and its supervisor are compiled at different times, and compare it before anything else.
+uint32_t layout_fingerprint();
+
 }  // namespace dflash::wire

@@ -54,7 +54,7 @@ class ExpertWorker {
   // Gives all loans back; called from the thread of hold(), while serve() does not run.
   void give_back();
 
-  // Sends a pulse (wire/pulse.h) on `socket` every 100 ms from a C++ thread of its own. It never
+  // Sends a pulse (wire/frame.h) on `socket` every 100 ms from a C++ thread of its own. It never
   // blocks: a full socket drops the pulse. A session has one pulse, and a new one replaces the
   // former. Errors: kInvalidArgument without a socket, kSystem.
   Status start_pulse(transport::StreamSocket socket);

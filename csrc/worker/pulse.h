@@ -1,6 +1,6 @@
 // The worker's heartbeat: a C++ thread that reports the progress counter. A stuck work loop is
 // therefore seen as frozen, and a busy Python interpreter is not. The bytes are those of
-// wire/pulse.h.
+// wire/frame.h.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,7 +12,7 @@
 
 #include "base/result.h"
 #include "transport/secure/stream_socket.h"
-#include "wire/pulse.h"
+#include "wire/frame.h"
 
 namespace dflash::worker {
 

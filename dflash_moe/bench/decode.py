@@ -19,7 +19,7 @@ from typing import Any
 
 from dflash_moe.bench.forward import COUNTED, Sample, measure_once, random_prompt
 from dflash_moe.bench.harness import Recorder, run_rounds
-from dflash_moe.bench.model_host import LOCAL, Host, describe_topology, open_hosts
+from dflash_moe.bench.model_host import LOCAL, MeasuredHost, describe_topology, open_hosts
 from dflash_moe.bench.read_speed import ReadSpeed
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
 from dflash_moe.bench.token_reads import count_reads, read_fields
@@ -46,7 +46,7 @@ class DecodeParams:
 class DecodeCase:
     """One (mode, dtype) on one host: a `harness.Case`."""
 
-    host: Host
+    host: MeasuredHost
     mode: str
     dtype: str
     input_ids: Any

@@ -35,7 +35,7 @@ NOT_LOCAL = ("mode", "transport", "threads", "key_file")
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class MeasuredHost:
     """A model, and the runtime that computes its experts."""
 
     runtime: ExpertRuntime
@@ -52,7 +52,7 @@ def open_hosts(
     *,
     with_local: bool,
     micro_batches: str | None = "1",
-) -> Iterator[tuple[Host, Host | None]]:
+) -> Iterator[tuple[MeasuredHost, MeasuredHost | None]]:
     """Gives the block the model over the workers, and with all experts local or None. Both are
     alive at once, so that their rounds can alternate. Steps are computed in one batch, so that
     calls depend on modes alone; `micro_batches` None leaves it to the setting.
@@ -89,7 +89,7 @@ def open_hosts(
 def _open(
     stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any], recorder: Recorder,
     micro_batches: str | None,
-) -> Host:  # fmt: skip
+) -> MeasuredHost:  # fmt: skip
     from dflash_moe.forward.host_model import open_host
 
     runtime = stack.enter_context(
@@ -107,7 +107,7 @@ def _open(
         sides = dataclasses.replace(sides, threads={**sides.threads, HOST: torch.get_num_threads()})
     elif keeps_torch:
         sides = dataclasses.replace(sides, threads={**sides.threads, HOST: None})
-    return Host(runtime, model, sides)
+    return MeasuredHost(runtime, model, sides)
 
 
 def local_topology(topology: Topology, total_threads: int) -> Topology:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.bench.forward import Sample, measure_once, random_prompt, settle
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.mode_summary import largest_predictions, summarise
-from dflash_moe.bench.model_host import LOCAL, Host, describe_topology, open_hosts, resident_memory
+from dflash_moe.bench.model_host import LOCAL, MeasuredHost, describe_topology, open_hosts, resident_memory
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.timeline import capture_timeline
 from dflash_moe.experts.expert_runtime import ExpertRuntime
@@ -119,7 +119,7 @@ def _measure(host: HostModel, runtime: ExpertRuntime, input_ids: Any, series: Se
 class PrefillCase:
     """A series with its prompt and the host on which it is measured: a `harness.Case`."""
 
-    host: Host
+    host: MeasuredHost
     series: Series
     input_ids: Any
     new_tokens: int
@@ -181,7 +181,7 @@ def run_prefill(
     return result
 
 
-def prefill_cases(params: PrefillParams, remote: Host, local: Host | None) -> list[PrefillCase]:
+def prefill_cases(params: PrefillParams, remote: MeasuredHost, local: MeasuredHost | None) -> list[PrefillCase]:
     """Returns the cases of every prompt, dtype and mode over `remote`, and those of `local`, in the
     order of the rows.
     """

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.bench.engine_runs import ENGINE_PARTS, RunSample, run_engine, run_loop
 from dflash_moe.bench.forward import random_prompt
 from dflash_moe.bench.harness import Recorder, run_rounds
-from dflash_moe.bench.model_host import Host, describe_topology, open_hosts
+from dflash_moe.bench.model_host import MeasuredHost, describe_topology, open_hosts
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.errors import ConfigError
 from dflash_moe.topology import Topology
@@ -161,7 +161,7 @@ def run_scheduler(
 
 
 def _cases(
-    params: SchedulerParams, host: Host, complete: Callable[[Sequence[Sequence[int]]], RunSample]
+    params: SchedulerParams, host: MeasuredHost, complete: Callable[[Sequence[Sequence[int]]], RunSample]
 ) -> list[SchedulerCase]:
     ids = random_prompt(host.model, max(params.batch) * params.prompt_tokens, params.seed)[0].tolist()
     prompts = [ids[at : at + params.prompt_tokens] for at in range(0, len(ids), params.prompt_tokens)]

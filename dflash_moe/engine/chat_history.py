@@ -39,7 +39,7 @@ class Renderer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ContextWindow:
     """How many tokens a prompt and its answer may have: as many together as `limit` says. Where a
     prompt leaves fewer than `answer_tokens` for the answer, the oldest turns are left out; without
     `is_shifting` it is refused once it leaves none.
@@ -139,7 +139,7 @@ class ChatHistory:
         """Forgets everything but the system prompt."""
         self._turns, self._why_anew = (), ""
 
-    def ask(self, text: str, window: Window | None = None) -> Prompt:
+    def ask(self, text: str, window: ContextWindow | None = None) -> Prompt:
         """Returns the prompt of a question, within `window` where there is one. Errors: ConfigError
         for what cannot fit, and those of the renderer and of the tokenizer.
         """
@@ -228,7 +228,7 @@ class ChatHistory:
                 first = middle + 1
         return self._prompt(question, first)
 
-    def _too_long(self, prompt: Prompt, window: Window) -> ConfigError:
+    def _too_long(self, prompt: Prompt, window: ContextWindow) -> ConfigError:
         room = f"prompt and answer together may have {window.max_length:,}, {window.limit.reason}"
         alone = self._prompt(prompt.question, self.num_turns)
         if len(alone.token_ids) >= window.max_length:

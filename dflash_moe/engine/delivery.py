@@ -44,13 +44,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BetweenSteps:
     """Something that the engine thread does between two steps."""
 
     function: Callable[[], None]
 
 
-Command = Submit | Cancel | Call
+Command = Submit | Cancel | BetweenSteps
 
 
 class Bell:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from dflash_moe import _core
-from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
+from dflash_moe.engine.delivery import Bell, BetweenSteps, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.length_limit import LengthLimit, length_limit
@@ -172,7 +172,7 @@ class Engine:
             finally:
                 done.ring()
 
-        self._door.send(Call(call))
+        self._door.send(BetweenSteps(call))
         if not done.wait(timeout_s):
             raise EngineError(f"the engine thread did not come to the end of its step within {timeout_s:g} s")
         if errors:

@@ -28,7 +28,7 @@ TREE_DEPTH = 5
 TREE_NODES = 2048
 
 
-class Kind(Protocol):
+class FieldKind(Protocol):
     """The kind of a field. `check` returns a decoded value as the message holds it, or raises with
     a text that follows the name of the field; `describe` is the kind's text in docs/protocol.md.
     """
@@ -142,7 +142,7 @@ class Octets:
 class ListOf:
     """At most `max_items` items of one kind, which arrive as a tuple."""
 
-    item: Kind
+    item: FieldKind
     max_items: int
 
     def check(self, value: Any) -> tuple[Any, ...]:
@@ -158,7 +158,7 @@ class ListOf:
 class Table:
     """A map of at most `max_items` text keys to values of one kind."""
 
-    item: Kind
+    item: FieldKind
     max_items: int
 
     def check(self, value: Any) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Wire:
     """The annotation of a message's field: its integer key and its kind."""
 
     key: int
-    kind: Kind
+    kind: FieldKind
 
 
 class Message:
@@ -222,7 +222,7 @@ class FieldSchema:
 
     name: str
     key: int
-    kind: Kind
+    kind: FieldKind
     # This is dataclasses.MISSING when the field is required.
     default: Any
 

@@ -59,7 +59,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "wait released_": "bounded: who has the turn gives it up, a driver within one tick of 20 ms, a short turn at its end",
     },
     "csrc/compute/cpu/cpu_layer.cc": {"lock mutex_": "straight: keeps or takes one error, and nothing is called"},
-    "csrc/compute/cpu/first_overflow.cc": {"lock mutex_": "straight: keeps or takes one place, and nothing is called"},
+    "csrc/compute/experts/layer_checks.cc": {"lock mutex_": "straight: keeps or takes one place, and nothing is called"},
     "csrc/compute/cpu/thread_pool.cc": {
         "join thread": "bounded: is_stopping_ was set and told; sleepers look again by themselves, tasks are finite arithmetic",
         "lock mutex_": "straight: guards the sleepers' counters; waits under it are timed and give it up",
@@ -85,12 +85,12 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/ggml_plugin/initialize.cc": {
         "lock mutex": "bounded: the first call holds it while the library opens, for the supervisor's start timeout at most",
     },
-    "csrc/ggml_plugin/notice.cc": {"lock mutex": "straight: looks a text up in a set, and prints after it"},
+    "csrc/ggml_plugin/notice.h": {"lock mutex": "straight: looks a text up in a set, and prints after it"},
     "csrc/ggml_plugin/weight_buffer.cc": {"lock mutex_": "straight: keeps or copies the first refusal's text"},
     "csrc/measure/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bindings/bind_experts.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/simulation/bindings/module.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
-    "csrc/measure/bell_echo.cc": {
+    "csrc/measure/bell_device.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
     },
     "csrc/measure/floor.cc": {
@@ -148,7 +148,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "::write": _NON_BLOCKING_BELL,
         "join thread_": "bounded: the bell was rung a line before, which the thread sees between two calls that do not wait",
     },
-    "csrc/transport/stream/tcp_pair.cc": {
+    "csrc/transport/stream/stream_kinds.cc": {
         "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
         "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
     },

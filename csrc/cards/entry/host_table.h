@@ -16,7 +16,6 @@
 
 #include "cards/device_exchange/gpu_steps.h"
 #include "plugin/abi_records.h"
-#include "plugin/answered.h"
 #include "plugin/device.h"
 #include "plugin/device_table.h"
 #include "plugin/host_abi.h"

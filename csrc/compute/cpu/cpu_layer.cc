@@ -13,7 +13,7 @@
 #include <string>
 #include <utility>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/experts/layer_checks.h"
 

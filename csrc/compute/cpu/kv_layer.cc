@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 
 namespace dflash::compute {

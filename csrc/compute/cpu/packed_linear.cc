@@ -7,11 +7,11 @@
 #include <string>
 #include <utility>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
-#include "compute/cpu/first_overflow.h"
 #include "compute/cpu/panels/matrix_packer.h"
 #include "compute/cpu/panels/pack.h"
+#include "compute/experts/layer_checks.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
-#include "compute/cpu/first_overflow.h"
 #include "compute/cpu/packed_linear.h"
+#include "compute/experts/layer_checks.h"
 
 namespace dflash::compute {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/cpu/attention_kernels.h"
 #include "compute/cpu/attention_split.h"

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/cpu/row_kernel_set.h"
 #include "compute/operators/argmax.h"

@@ -5,8 +5,9 @@
 #include <cmath>
 #include <cstdio>
 #include <string>
+#include <tuple>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/formats/value_checks.h"
 
 namespace dflash::compute {
@@ -104,6 +105,24 @@ bool overflows(float value, Dtype dtype) {
   if (dtype == Dtype::kF32 || !std::isfinite(value)) return false;
   return std::isinf(dtype == Dtype::kF16 ? f16_to_f32(f32_to_f16(value))
                                          : bf16_to_f32(f32_to_bf16(value)));
+}
+
+void FirstOverflow::keep(uint32_t row, uint32_t first_column, std::span<const float> values,
+                         Dtype dtype) {
+  for (uint32_t i = 0; i < values.size(); ++i) {
+    if (!overflows(values[i], dtype)) continue;
+    const Place found{row, first_column + i, values[i], dtype};
+    const std::lock_guard lock(mutex_);
+    if (!first_ || std::tie(found.row, found.column) < std::tie(first_->row, first_->column))
+      first_ = found;
+    return;
+  }
+}
+
+Status FirstOverflow::take() {
+  const std::lock_guard lock(mutex_);
+  if (!first_) return ok();
+  return range_error(first_->row, first_->column, first_->value, first_->dtype);
 }
 
 }  // namespace dflash::compute

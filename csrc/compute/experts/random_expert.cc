@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 
 namespace dflash::compute {
 namespace {

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/formats/plain_rows.h"
 
 namespace dflash::compute {

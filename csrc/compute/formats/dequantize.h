@@ -32,7 +32,7 @@
 
 #include <vector>
 
-#include "compute/formats/dequantize_tables.h"
+#include "compute/formats/grid_table.h"
 #include "compute/formats/matrix_view.h"
 
 namespace dflash::compute {

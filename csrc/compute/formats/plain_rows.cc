@@ -10,7 +10,7 @@
 #include <bit>
 #include <cstring>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 
 namespace dflash::compute {
 namespace {

@@ -4,7 +4,7 @@
 //   y2 = fma(x2, c2, x1 * s2)
 //
 // in float32, where c and s are the row's cosines and sines; y is rounded once, to the dtype of the
-// output. What a head has beside its rotated values is copied, as base/convert.h converts it.
+// output. What a head has beside its rotated values is copied, as base/dtype.h converts it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

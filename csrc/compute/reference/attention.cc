@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/vector_scalar.h"
 

@@ -1,16 +1,15 @@
 // Propagates an enclosure through a whole layer: inputs, gate and up, activation, down, routed sum.
 // Each step adds the largest error that its arithmetic may make.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/reference/class_bounds.h"
+#include "compute/reference/reference.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/formats/dequantize.h"
 #include "compute/reference/bf16_dot.h"
 #include "compute/reference/f16_dot2.h"
-#include "compute/reference/reference.h"
 
 namespace dflash::compute {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/experts/layer_checks.h"
 #include "compute/formats/dequantize.h"

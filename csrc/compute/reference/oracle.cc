@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/formats/dequantize.h"
 #include "compute/reference/reference.h"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "base/float_mode.h"
 #include "compute/experts/activation.h"
 #include "compute/experts/content_checksum.h"

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <new>
 
-#include "ggml_plugin/initialize.h"
+#include "ggml_plugin/registration.h"
 
 extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init(void) {
   try {

@@ -2,7 +2,7 @@
 // Vendor names the backend and opens a device:
 //
 //   static constexpr const char* kName;
-//   // A device with the kernel of bell_kernels.h.
+//   // A device with the kernel of gpu_bells.h.
 //   static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open(uint32_t device);
 //
 // SPDX-License-Identifier: Apache-2.0
@@ -16,7 +16,6 @@
 #include "measure/bells/bells_abi.h"
 #include "measure/bells/gpu_bells.h"
 #include "plugin/abi_records.h"
-#include "plugin/answered.h"
 
 // What the table's device stands for. Its maps end before its host does.
 struct dflash_bell_device {

@@ -4,8 +4,8 @@
 #include "cards/entry/embedded_image.h"
 #include "cards/entry/export.h"
 #include "cards/module/module_runtime.h"
-#include "measure/bells/bell_kernels.h"
 #include "measure/bells/bell_table.h"
+#include "measure/bells/gpu_bells.h"
 
 DFLASH_EMBED(dflash_bell_kernels_cuda, DFLASH_CUDA_IMAGE)
 

@@ -5,8 +5,8 @@
 #include "cards/entry/export.h"
 #include "cards/hip/hip_driver.h"
 #include "cards/module/module_runtime.h"
-#include "measure/bells/bell_kernels.h"
 #include "measure/bells/bell_table.h"
+#include "measure/bells/gpu_bells.h"
 
 #define DFLASH_HIP_OBJECT(architecture, path) DFLASH_EMBED(dflash_bell_kernels_##architecture, path)
 #include DFLASH_HIP_OBJECTS

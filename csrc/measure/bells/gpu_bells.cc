@@ -5,8 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "measure/bells/bell_kernels.h"
-
 namespace dflash::measure {
 namespace {
 

@@ -7,8 +7,16 @@
 #include <cstdint>
 
 #include "cards/gpu_host.h"
+#include "cards/kernel_entries.h"
+#include "measure/bells/bell_params.h"
 
 namespace dflash::measure {
+
+// The table of the kernels that measure; there is only one.
+inline constexpr compute::gpu::KernelId kRingBells{0};
+inline constexpr compute::gpu::KernelEntry kBellKernels[] = {
+    {"dflash_ring_bells", sizeof(BellParams), 0}
+};
 
 // A ping-pong of `num_rounds` rounds, numbered from `first` on.
 struct BellPlan {
@@ -21,7 +29,7 @@ struct BellPlan {
 
 class GpuBells {
  public:
-  // `host` must have the kernels of bell_kernels.h; it must outlive this object.
+  // `host` must have the kernels of kBellKernels; it must outlive this object.
   explicit GpuBells(compute::gpu::GpuHost& host);
   ~GpuBells();
   GpuBells(const GpuBells&) = delete;

@@ -3,7 +3,7 @@
 #define DFLASH_GPU_SIM 1
 #include "measure/bells/sim_bells.h"
 
-#include "measure/bells/bell_kernels.h"
+#include "measure/bells/gpu_bells.h"
 #include "measure/bells/ring_bells.h"
 
 namespace dflash::measure {

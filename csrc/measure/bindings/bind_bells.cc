@@ -16,8 +16,6 @@
 #include "bindings/arguments.h"
 #include "bindings/errors.h"
 #include "measure/bell_device.h"
-#include "measure/bell_echo.h"
-#include "measure/bindings/module.h"
 #include "plugin/abi_records.h"
 #include "transport/ring/layout.h"
 #include "transport/shared/segment.h"

@@ -1,4 +1,4 @@
-// Binds what `bench experts` measures; see measure/layer_benchmark.h, gemm_benchmark.h and peaks.h.
+// Binds what `bench experts` measures; see measure/layer_benchmark.h and peaks.h.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -8,12 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "bindings/arguments.h"
-#include "bindings/backend_device.h"
+#include "bindings/boxes.h"
 #include "bindings/typed.h"
-#include "measure/bindings/module.h"
-#include "measure/gemm_benchmark.h"
 #include "measure/layer_benchmark.h"
 #include "measure/peaks.h"
 

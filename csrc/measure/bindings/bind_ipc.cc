@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "measure/bindings/module.h"
 #include "measure/round_trip.h"
 
 namespace py = pybind11;

@@ -22,9 +22,9 @@ namespace {
 // By name, without zeros.
 std::map<std::string, uint64_t> faults_of(const Report& report) {
   std::map<std::string, uint64_t> named;
-  for (size_t kind = 0; kind < kNumFaultKinds; ++kind) {
+  for (size_t kind = 0; kind < kNumSimulatedFaults; ++kind) {
     if (report.faults[kind] > 0)
-      named[fault_name(static_cast<FaultKind>(kind))] = report.faults[kind];
+      named[fault_name(static_cast<SimulatedFault>(kind))] = report.faults[kind];
   }
   return named;
 }
@@ -57,7 +57,7 @@ class PythonMembership final : public Membership {
       : failure_(failure) {
     const py::gil_scoped_acquire locked;
     std::vector<bool> are_started_by_host;
-    for (const WorkerOptions& worker : options.workers) {
+    for (const SimulatedWorkerOptions& worker : options.workers) {
       if (!worker.is_last_resort) are_started_by_host.push_back(worker.is_started_by_host);
     }
     try {

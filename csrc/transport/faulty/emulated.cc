@@ -11,9 +11,9 @@
 namespace dflash::transport {
 namespace {
 
-class Link {
+class EmulatedLink {
  public:
-  Link(const Emulation& emulation, uint64_t seed)
+  EmulatedLink(const Emulation& emulation, uint64_t seed)
       : delay_ns_(emulation.delay_ms * 1e6),
         jitter_ns_(emulation.jitter_ms * 1e6),
         ns_per_byte_(emulation.mbit_s > 0 ? 8e3 / emulation.mbit_s : 0),
@@ -96,7 +96,7 @@ class EmulatedChannel final : public Channel {
   }
 
   std::unique_ptr<Channel> inner_;
-  Link out_, in_;
+  EmulatedLink out_, in_;
   HeldQueue<HeldSend> sends_;
   HeldQueue<Arrival> arrivals_;
   std::optional<Error> failure_;  // the inner channel's; it is told after what arrived before it

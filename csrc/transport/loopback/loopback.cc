@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/owned_fd.h"
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/ring/layout.h"
 #include "transport/ring/mapping.h"
 #include "transport/ring/ring_channel.h"

@@ -4,7 +4,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <sys/mman.h>
+
+#include <cerrno>
 #include <cstddef>
+#include <cstring>
+#include <string>
 #include <utility>
 
 #include "base/result.h"
@@ -34,5 +39,23 @@ class Mapping {
   std::byte* base_ = nullptr;
   size_t num_bytes_ = 0;
 };
+
+inline Result<Mapping> Mapping::create(size_t num_bytes) {
+  void* const base = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) {
+    return Error{ErrorCode::kOutOfMemory, "cannot map " + std::to_string(num_bytes) +
+                                              " bytes of slot memory: " + std::strerror(errno) +
+                                              "; lower the batch capacity or the number of slots"};
+  }
+  Mapping mapping;
+  mapping.base_ = static_cast<std::byte*>(base);
+  mapping.num_bytes_ = num_bytes;
+  return mapping;
+}
+
+inline Mapping::~Mapping() {
+  if (base_ != nullptr) ::munmap(base_, num_bytes_);
+}
 
 }  // namespace dflash::transport

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/secure/stream_socket.h"
 
 namespace dflash::transport {

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/ring/layout.h"
 #include "transport/ring/ring_channel.h"
 

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/kinds.h"
 #include "transport/shared/segment.h"
 

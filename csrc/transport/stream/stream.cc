@@ -14,7 +14,7 @@
 #include <cstring>
 #include <string>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "transport/ring/layout.h"
 #include "transport/ring/mapping.h"
 #include "transport/stream/assembler.h"

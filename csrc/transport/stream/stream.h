@@ -6,7 +6,9 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 
+#include "base/owned_fd.h"
 #include "transport/channel.h"
 #include "transport/kinds.h"
 #include "transport/secure/stream_socket.h"
@@ -55,5 +57,11 @@ inline constexpr TransportKind kTcpKind{.name = "tcp",
                                         .is_dialled = true,
                                         .offer = &offer_tcp,
                                         .accept = &accept_tcp};
+
+// For probes, floors and tests: returns both ends of a connection over the loopback interface, as
+// the control plane would have dialled it. Both block, and neither has an option set.
+//
+// Errors: kSystem, naming the step that failed.
+Result<std::pair<OwnedFd, OwnedFd>> tcp_pair();
 
 }  // namespace dflash::transport

@@ -36,7 +36,7 @@ _BRIEF = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ChatCommand:
     """A command: what stands behind its name, in brackets where it may be left out; what it does,
     for people; and the function that does it, which returns whether the chat goes on. `takes_path`
     is for Tab.
@@ -217,16 +217,16 @@ def _brief(text: str) -> str:
 
 
 COMMANDS = {
-    "/file": Command("PATH", "puts a file before the next question", _attach, takes_path=True),
-    "/retry": Command("", "asks the latest question again", _retry),
-    "/undo": Command("", "forgets the latest question and its answer", _undo),
-    "/system": Command("[TEXT]", 'says or changes the system prompt; "" takes it away', _system),
-    "/set": Command("[NAME] [VALUE]", "says or changes how answers are sampled: /set temperature 0.7", _set),
-    "/save": Command("FILE", "writes the conversation into a file", _save, takes_path=True),
-    "/load": Command("FILE", "goes on with the conversation of a file", _load, takes_path=True),
-    "/plan": Command("", "says where the model lies", _plan),
-    "/stats": Command("", "says how long the conversation is and how fast the latest answer was", _stats),
-    "/reset": Command("", "forgets the conversation, all but the system prompt", _reset),
-    "/help": Command("", "lists these commands", _help),
-    "/quit": Command("", "leaves; so does Ctrl-D", _quit),
+    "/file": ChatCommand("PATH", "puts a file before the next question", _attach, takes_path=True),
+    "/retry": ChatCommand("", "asks the latest question again", _retry),
+    "/undo": ChatCommand("", "forgets the latest question and its answer", _undo),
+    "/system": ChatCommand("[TEXT]", 'says or changes the system prompt; "" takes it away', _system),
+    "/set": ChatCommand("[NAME] [VALUE]", "says or changes how answers are sampled: /set temperature 0.7", _set),
+    "/save": ChatCommand("FILE", "writes the conversation into a file", _save, takes_path=True),
+    "/load": ChatCommand("FILE", "goes on with the conversation of a file", _load, takes_path=True),
+    "/plan": ChatCommand("", "says where the model lies", _plan),
+    "/stats": ChatCommand("", "says how long the conversation is and how fast the latest answer was", _stats),
+    "/reset": ChatCommand("", "forgets the conversation, all but the system prompt", _reset),
+    "/help": ChatCommand("", "lists these commands", _help),
+    "/quit": ChatCommand("", "leaves; so does Ctrl-D", _quit),
 }

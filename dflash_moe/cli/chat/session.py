@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dflash_moe.cli import options
 from dflash_moe.cli.generate import generate_report
 from dflash_moe.cli.live_text import Rate, live_text
-from dflash_moe.engine.chat_history import CHANNEL, Window
+from dflash_moe.engine.chat_history import CHANNEL, ContextWindow
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class ChatSession:
 
     def _prompt(self, question: str, params: SamplingParams) -> Prompt:
         limit = self._llm.engine.length_limit
-        window = Window(limit, min(params.max_tokens, limit.num_tokens // LEAST_ANSWER), self._is_shifting)
+        window = ContextWindow(limit, min(params.max_tokens, limit.num_tokens // LEAST_ANSWER), self._is_shifting)
         prompt = self.history.ask(question, window)
         if prompt.num_left_out and not self._has_said_left_out:
             self._has_said_left_out = True

@@ -22,8 +22,8 @@ from dflash_moe.forward.halves.split_forecast import (
     LEAST_ROWS,
     PREDICTED,
     TRIED,
-    Choice,
     SizeKey,
+    SplitChoice,
     SplitForecast,
     StepTimes,
     size_key,
@@ -145,7 +145,7 @@ class MicroBatches:
         self._report(size_key(step.num_rows, context), step.num_rows, choice)
         return (cut if choice.is_split else None), context
 
-    def _report(self, key: SizeKey, num_rows: int, choice: Choice) -> None:
+    def _report(self, key: SizeKey, num_rows: int, choice: SplitChoice) -> None:
         """Logs a choice for steps of a size that is another than before. A single step that only
         measures the other choice is none.
         """

@@ -52,7 +52,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SplitChoice:
     """What was chosen for a step, and what is known or predicted of both: seconds, None where
     nothing is.
     """
@@ -104,28 +104,28 @@ class SplitForecast:
         self._num_long = 0
         self.sizes: dict[SizeKey, Size] = {}
 
-    def choose(self, num_rows: int, context: float, first_rows: int) -> Choice:
+    def choose(self, num_rows: int, context: float, first_rows: int) -> SplitChoice:
         """Chooses for a step of LEAST_ROWS rows or more whose first half would have
         `first_rows`.
         """
         if self._num_long < _JUDGED:
-            return Choice(False, "too few long steps are measured yet")
+            return SplitChoice(False, "too few long steps are measured yet")
         size = self.sizes.setdefault(size_key(num_rows, context), Size())
         whole_s, split_s = size.whole_s, size.split_s
         if whole_s is None or split_s is None:
             choice = self._predicted(num_rows, first_rows, whole_s)
         else:
-            choice = Choice(split_s <= (1 - KEPT_GAIN) * whole_s, MEASURED, whole_s, split_s)
+            choice = SplitChoice(split_s <= (1 - KEPT_GAIN) * whole_s, MEASURED, whole_s, split_s)
         return self._other(choice, size) or choice
 
-    def _other(self, choice: Choice, size: Size) -> Choice | None:
+    def _other(self, choice: SplitChoice, size: Size) -> SplitChoice | None:
         """Returns the other choice where it is time to measure that."""
         if choice.is_split:
             is_due = size.streak >= (TRY_AGAIN if size.whole else _JUDGED) and size.was_split
         else:
             is_due = size.streak >= TRY_AGAIN and not size.was_split
             is_due = is_due and (choice.split_s or 0.0) <= _WORTH_TRYING * (choice.whole_s or 0.0)
-        return Choice(not choice.is_split, TRIED, choice.whole_s, choice.split_s) if is_due else None
+        return SplitChoice(not choice.is_split, TRIED, choice.whole_s, choice.split_s) if is_due else None
 
     def learn_whole(self, times: StepTimes, context: float) -> None:
         """Books a step that was computed in one batch."""
@@ -140,11 +140,11 @@ class SplitForecast:
         size.split.append(total_s)
         _book(size, is_split=True)
 
-    def _predicted(self, num_rows: int, first_rows: int, whole_s: float | None) -> Choice:
+    def _predicted(self, num_rows: int, first_rows: int, whole_s: float | None) -> SplitChoice:
         first, second = self._of_rows(first_rows), self._of_rows(num_rows - first_rows)
         split_s = pipelined_s(first, second, self._num_layers)
         whole_s = self._of_rows(num_rows).total_s if whole_s is None else whole_s
-        return Choice(split_s <= (1 - LEAST_GAIN) * whole_s, PREDICTED, whole_s, split_s)
+        return SplitChoice(split_s <= (1 - LEAST_GAIN) * whole_s, PREDICTED, whole_s, split_s)
 
     def _of_rows(self, num_rows: int) -> StepTimes:
         """Returns what a step in one batch takes, on the line between the nearest sizes that were

@@ -1,7 +1,7 @@
 // Conversions: exhaustive over the 16-bit types, against long-hand rounding for float32, and equal
 // bits on every instruction set.
 // SPDX-License-Identifier: Apache-2.0
-#include "base/convert.h"
+#include "base/dtype.h"
 
 #include <doctest/doctest.h>
 

@@ -27,13 +27,11 @@
 #include "base/checksum.h"
 #include "c_interface/connection.h"
 #include "c_interface/dflash_moe.h"
-#include "c_interface/environment.h"
 #include "scaling_worker.h"
 #include "transport/kinds.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 #include "wire/frame.h"
-#include "wire/limits.h"
-#include "wire/pulse.h"
+#include "wire/payload.h"
 
 namespace dflash::c_interface {
 

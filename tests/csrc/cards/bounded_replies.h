@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "compute/reference/class_bounds.h"
+#include "compute/reference/reference.h"
 #include "compute/toy_experts.h"
 
 namespace dflash::compute::toy {

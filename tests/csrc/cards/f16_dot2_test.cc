@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "cards/card_scene.h"
 #include "cards/host_routing.h"
 #include "cards/kernel_table.h"

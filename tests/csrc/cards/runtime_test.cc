@@ -1,5 +1,5 @@
 // The simulated device behind the DeviceRuntime contract: order, memory, errors that stick; and the
-// row conversion against base/convert.h.
+// row conversion against base/dtype.h.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "cards/kernel_params.h"
 #include "cards/kernel_table.h"
 #include "cards/sim/sim_runtime.h"
@@ -31,7 +31,7 @@ KernelLaunch widen_launch(const WidenParams& params, uint32_t grid) {
           .params_bytes = sizeof(params)};
 }
 
-TEST_CASE("rows of every dtype widen to the bits of base/convert.h, special values included") {
+TEST_CASE("rows of every dtype widen to the bits of base/dtype.h, special values included") {
   std::mt19937 random(5);
   for (Dtype dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
     const uint32_t count = dtype == Dtype::kF32 ? 5000 : 65536;

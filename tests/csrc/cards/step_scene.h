@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/checksum.h"
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "cards/device_exchange/gpu_steps.h"
 #include "cards/device_exchange/sim/exchange_module.h"
 #include "cards/sim/sim_runtime.h"

@@ -20,7 +20,6 @@
 #include "transport/loopback/loopback.h"
 #include "wire/frame.h"
 #include "wire/payload.h"
-#include "wire/pulse.h"
 
 namespace dflash::client {
 

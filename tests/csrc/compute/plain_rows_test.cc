@@ -11,7 +11,6 @@
 #include "compute/cpu/cpu_backend.h"
 #include "compute/experts/content_checksum.h"
 #include "compute/formats/dequantize.h"
-#include "compute/formats/matrix_checksum.h"
 #include "compute/reference/reference.h"
 #include "toy_experts.h"
 

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/operators/rows.h"
 
 namespace dflash::compute {

@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/experts/expert_layer.h"
 
 namespace dflash::compute::toy {

@@ -21,10 +21,10 @@
 #include <new>
 #include <string>
 
-#include "base/system_error.h"
+#include "base/result.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/experts/random_expert.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 #include "worker/expert_worker.h"
 
 namespace dflash::failover {

@@ -19,7 +19,6 @@
 #include "scaling_worker.h"
 #include "transport/shared/segment.h"
 #include "wire/frame.h"
-#include "wire/pulse.h"
 
 namespace dflash {
 namespace {

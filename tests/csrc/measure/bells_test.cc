@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "measure/bell_echo.h"
+#include "measure/bell_device.h"
 #include "measure/bells/gpu_bells.h"
 #include "measure/bells/sim_bells.h"
 

@@ -9,7 +9,6 @@
 #include <fstream>
 #include <string>
 
-#include "plugin/cpu_table.h"
 #include "plugin/loader.h"
 
 namespace {

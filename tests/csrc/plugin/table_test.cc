@@ -9,7 +9,6 @@
 #include "compute/reference/reference.h"
 #include "compute/toy_experts.h"
 #include "plugin/abi_records.h"
-#include "plugin/cpu_table.h"
 #include "plugin/device_table.h"
 #include "plugin/loader.h"
 #include "plugin/plugin_backend.h"

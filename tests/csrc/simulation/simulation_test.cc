@@ -29,17 +29,17 @@ TEST_CASE("seeds differ") {
 }
 
 TEST_CASE("sixty seeds break every kind of thing, and no rule") {
-  std::array<uint64_t, kNumFaultKinds> faults{};
+  std::array<uint64_t, kNumSimulatedFaults> faults{};
   uint64_t succeeded = 0;
   for (uint64_t seed = 100; seed < 160; ++seed) {
     const Report report = simulate(seed, 10 * kS, make_retrying);
     for (const std::string& violation : report.violations)
       FAIL_CHECK("seed " << seed << ": " << violation);
-    for (size_t kind = 0; kind < kNumFaultKinds; ++kind) faults[kind] += report.faults[kind];
+    for (size_t kind = 0; kind < kNumSimulatedFaults; ++kind) faults[kind] += report.faults[kind];
     succeeded += report.calls.succeeded;
   }
-  for (size_t kind = 0; kind < kNumFaultKinds; ++kind) {
-    INFO("kind ", std::string(fault_name(static_cast<FaultKind>(kind))));
+  for (size_t kind = 0; kind < kNumSimulatedFaults; ++kind) {
+    INFO("kind ", std::string(fault_name(static_cast<SimulatedFault>(kind))));
     CHECK(faults[kind] > 0);
   }
   CHECK(succeeded > 10'000);

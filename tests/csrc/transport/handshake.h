@@ -10,7 +10,7 @@
 
 #include "transport/kinds.h"
 #include "transport/loopback/loopback.h"
-#include "transport/stream/tcp_pair.h"
+#include "transport/stream/stream.h"
 
 namespace dflash::transport::testing {
 

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "wire/frame.h"
 #include "wire/little_endian.h"
-#include "wire/pulse.h"
 
 namespace dflash::worker {
 namespace {

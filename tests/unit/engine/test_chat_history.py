@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_moe.engine.chat_history import ChatHistory, Window
+from dflash_moe.engine.chat_history import ChatHistory, ContextWindow
 from dflash_moe.engine.length_limit import LengthLimit
 from dflash_moe.errors import ConfigError
 
@@ -265,8 +265,8 @@ def test_messages_that_are_no_conversation_are_refused(tokenizer, messages, word
 # -- what does not fit -----------------------------------------------------------------------------
 
 
-def window(num_tokens: int, answer_tokens: int = 4, *, is_shifting: bool = True) -> Window:
-    return Window(LengthLimit(num_tokens, "which a test allows"), answer_tokens, is_shifting)
+def window(num_tokens: int, answer_tokens: int = 4, *, is_shifting: bool = True) -> ContextWindow:
+    return ContextWindow(LengthLimit(num_tokens, "which a test allows"), answer_tokens, is_shifting)
 
 
 def test_the_oldest_turns_are_left_out_and_the_system_prompt_stays(tokenizer):

@@ -13,7 +13,7 @@ import torch
 
 from dflash_moe.errors import ConfigError
 from dflash_moe.forward.halves.micro_batches import MicroBatches
-from dflash_moe.forward.halves.split_forecast import LEAST_ROWS, MEASURED, PREDICTED, TRIED, Choice, SplitForecast
+from dflash_moe.forward.halves.split_forecast import LEAST_ROWS, MEASURED, PREDICTED, TRIED, SplitChoice, SplitForecast
 from dflash_moe.operators.step_context import StepContext
 
 ROWS = 96
@@ -76,7 +76,7 @@ def test_a_number_is_obeyed(asked, parts):
 
 @pytest.mark.parametrize("is_remote", [True, False])
 def test_auto_follows_its_forecast_only_where_experts_are_remote(is_remote, monkeypatch):
-    monkeypatch.setattr(SplitForecast, "choose", lambda *_: Choice(True, PREDICTED, 2.0, 1.0))
+    monkeypatch.setattr(SplitForecast, "choose", lambda *_: SplitChoice(True, PREDICTED, 2.0, 1.0))
     batches = MicroBatches("auto", FakeRuntime(is_remote), 0)
     assert run(batches, FakePacked()) == ([48, 48] if is_remote else [ROWS])
     assert run(batches, FakePacked(), LEAST_ROWS - 1) == [LEAST_ROWS - 1]
@@ -84,11 +84,11 @@ def test_auto_follows_its_forecast_only_where_experts_are_remote(is_remote, monk
 
 
 def test_a_change_of_mind_is_logged_once(monkeypatch, caplog):
-    choices = [Choice(True, PREDICTED, 2.0, 1.0)] * 2 + [
-        Choice(False, TRIED, 2.0, 1.0),
-        Choice(True, MEASURED, 2.0, 1.0),
+    choices = [SplitChoice(True, PREDICTED, 2.0, 1.0)] * 2 + [
+        SplitChoice(False, TRIED, 2.0, 1.0),
+        SplitChoice(True, MEASURED, 2.0, 1.0),
     ]
-    choices += [Choice(False, MEASURED, 2.0, 2.5)] * 2
+    choices += [SplitChoice(False, MEASURED, 2.0, 2.5)] * 2
     monkeypatch.setattr(SplitForecast, "choose", lambda *_: choices.pop(0))
     batches = MicroBatches("auto", FakeRuntime(True), 0)
     with caplog.at_level(logging.INFO, "dflash_moe.auto"):

@@ -1,6 +1,6 @@
 // The kernels of paged attention, written once over a vector type V: the products of a tile
 // (attention_products.h), its weights, and the weighted sums of its values (attention_values.h).
-// Included by attention_<set>.cc only; V is a type of its own per set, so that no two files
+// Included by operators_<set>.cc only; V is a type of its own per set, so that no two files
 // instantiate the same symbol with different instructions. There is no std:: code here, because its
 // instantiations could be linked into portable callers.
 // SPDX-License-Identifier: Apache-2.0

@@ -7,7 +7,6 @@
 #define Avx512Vector Avx512VnniVector
 #include "compute/cpu/kernels/vector_avx512.h"
 
-#include "compute/cpu/kernels/int8_dot_avx512.h"
 #include "compute/cpu/kernels/int8_products.h"
 
 namespace dflash::compute {

@@ -6,7 +6,6 @@
 #if defined(__x86_64__)
 #include "compute/cpu/kernels/vector_avx512.h"
 
-#include "compute/cpu/kernels/int8_dot_avx512.h"
 #include "compute/cpu/kernels/int8_products.h"
 
 namespace dflash::compute {

@@ -4,7 +4,6 @@
 #if defined(__aarch64__)
 #include "compute/cpu/kernels/vector_neon.h"
 
-#include "compute/cpu/kernels/int8_dot_neon.h"
 #include "compute/cpu/kernels/int8_products.h"
 
 namespace dflash::compute {

@@ -7,7 +7,6 @@
 #define NeonVector NeonDotprodVector
 #include "compute/cpu/kernels/vector_neon.h"
 
-#include "compute/cpu/kernels/int8_dot_neon.h"
 #include "compute/cpu/kernels/int8_products.h"
 
 namespace dflash::compute {

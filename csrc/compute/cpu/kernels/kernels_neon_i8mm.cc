@@ -8,7 +8,6 @@
 #define NeonVector NeonI8mmVector
 #include "compute/cpu/kernels/vector_neon.h"
 
-#include "compute/cpu/kernels/int8_dot_neon.h"
 #include "compute/cpu/kernels/int8_products.h"
 
 namespace dflash::compute {

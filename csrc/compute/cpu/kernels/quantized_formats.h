@@ -16,7 +16,7 @@
 #pragma once
 
 #include "compute/cpu/panels/panel_layout.h"
-#include "compute/formats/dequantize_tables.h"
+#include "compute/formats/grid_table.h"
 
 namespace dflash::compute {
 

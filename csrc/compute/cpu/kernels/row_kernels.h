@@ -1,5 +1,6 @@
-// The kernels of the row operators, written once over a vector type V. Included by row_<set>.cc
-// only; V is a type of its own per set, so that no two files instantiate the same symbol.
+// The kernels of the row operators, written once over a vector type V. Included by
+// operators_<set>.cc only; V is a type of its own per set, so that no two files instantiate the
+// same symbol.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

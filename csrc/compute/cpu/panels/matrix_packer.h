@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "compute/cpu/kernel_set.h"
-#include "compute/formats/matrix_checksum.h"
+#include "compute/experts/content_checksum.h"
 #include "compute/formats/matrix_view.h"
 #include "compute/yielding_progress.h"
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/convert.h"
+#include "base/dtype.h"
 #include "compute/cpu/panels/pack.h"
 
 namespace dflash::compute {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "base/convert_kernels.h"
 #include "compute/cpu/panels/pack.h"
 #include "compute/cpu/panels/pack_grids.h"
 #include "compute/cpu/panels/panel_layout.h"
@@ -376,6 +377,21 @@ void pack_quantized_panel(const MatrixView& matrix, WeightFormat format, uint32_
     std::memset(packed, 0, quantized_panel_bytes(format, matrix.inputs, width));
   }
   kPack[static_cast<uint8_t>(format)]({matrix, first_output, num_outputs, width}, packed);
+}
+
+// With the widest loop that this processor can run.
+void quantize_groups(const float* values, uint32_t num_groups, float limit, int8_t* integers,
+                     float* scales) {
+#if defined(__x86_64__)
+  if (dflash::internal::has_avx512())
+    return internal::quantize_groups_avx512(values, num_groups, limit, integers, scales);
+  if (dflash::internal::has_avx2_f16c())
+    return internal::quantize_groups_avx2(values, num_groups, limit, integers, scales);
+#endif
+  for (uint32_t group = 0; group < num_groups; ++group) {
+    const size_t at = size_t{group} * kGroupInputs;
+    scales[group] = quantize_group(values + at, limit, integers + at);
+  }
 }
 
 }  // namespace dflash::compute

@@ -1,12 +1,36 @@
-// transport::wait_any in virtual time: it polls, and otherwise gives way until the next event. It
-// never spins and arms no channel, because links wake whoever listens to them (link.h).
+// What takes the place of the product's clock (base/clock.cc) and of its wait (transport/wait.cc)
+// in a simulation. Both are in virtual time; outside of a simulation the clock is the machine's, so
+// that whoever sets one up may use anything. wait_any polls, and otherwise gives way until the next
+// event. It never spins and arms no channel, because links wake whoever listens to them
+// (simulated_link.h).
 // SPDX-License-Identifier: Apache-2.0
 #include <poll.h>
+#include <time.h>
 
 #include <algorithm>
 
+#include "base/clock.h"
 #include "simulation/scheduler.h"
 #include "transport/channel.h"
+
+namespace dflash {
+
+int64_t now_ns() {
+  if (simulation::Scheduler::is_running()) return simulation::Scheduler::current().now_ns();
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+// Simulated threads never share a core.
+int64_t thread_cpu_ns() { return now_ns(); }
+
+void nap_ns(int64_t nanoseconds) {
+  const simulation::Scheduler& scheduler = simulation::Scheduler::current();
+  scheduler.running()->sleep_until(scheduler.now_ns() + nanoseconds);
+}
+
+}  // namespace dflash
 
 namespace dflash::transport {
 namespace {

@@ -19,11 +19,11 @@
 
 namespace dflash::simulation {
 
-class Supervisor {
+class SimulatedKeeper {
  public:
   // Called outside of simulated threads: every worker's machine is told that it is there. Both must
   // outlive this.
-  Supervisor(World& world, client::ExpertClient& client, Membership& membership);
+  SimulatedKeeper(World& world, client::ExpertClient& client, Membership& membership);
 
   // -- on the host's task --
   // Makes the first path of a worker, which is served at once, and adds it to the client.
@@ -44,7 +44,7 @@ class Supervisor {
 
  private:
   struct Path {
-    std::shared_ptr<Link> link;
+    std::shared_ptr<SimulatedLink> link;
     OwnedFd pulse;  // the host's end; closed for a path that was only renewed
   };
   struct Tracked {
@@ -80,8 +80,8 @@ class Supervisor {
   bool is_current(uint32_t worker, uint64_t step) const {
     return members_[worker].num_steps == step;
   }
-  std::shared_ptr<Link> make_link(uint32_t worker);
-  client::NewPath new_path(const std::shared_ptr<Link>& link);
+  std::shared_ptr<SimulatedLink> make_link(uint32_t worker);
+  client::NewPath new_path(const std::shared_ptr<SimulatedLink>& link);
 
   World& world_;
   client::ExpertClient& client_;

@@ -1,7 +1,7 @@
 // The words of a failed system call. A lack of descriptors is the one cause that a user can mend at
 // once, so that it gets the remedy.
 // SPDX-License-Identifier: Apache-2.0
-#include "base/system_error.h"
+#include "base/result.h"
 
 #include <sys/resource.h>
 

@@ -58,12 +58,12 @@ struct LinkContext {
 };
 
 // Shared by its two ends and by messages on their way.
-class Link : public std::enable_shared_from_this<Link> {
+class SimulatedLink : public std::enable_shared_from_this<SimulatedLink> {
  public:
   // `is_stream` joins them by a Unix socket, otherwise by a ring in memory.
-  static Result<std::shared_ptr<Link>> create(LinkContext context,
-                                              const transport::SlotGeometry& geometry,
-                                              uint64_t generation, bool is_stream);
+  static Result<std::shared_ptr<SimulatedLink>> create(LinkContext context,
+                                                       const transport::SlotGeometry& geometry,
+                                                       uint64_t generation, bool is_stream);
 
   // The host's or the worker's end, once each; whoever destroys it closes it for the other end.
   std::unique_ptr<transport::Channel> end(transport::Side side);
@@ -71,7 +71,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void set_listener(transport::Side side, Task* task) { at(side).listener = task; }
   bool has_listener(transport::Side side) { return at(side).listener != nullptr; }
   // The next message that this side sends meets this fault.
-  void damage_next(transport::Side side, FaultKind kind) { at(side).damage = kind; }
+  void damage_next(transport::Side side, SimulatedFault kind) { at(side).damage = kind; }
   void spare_next(transport::Side side) { at(side).damage.reset(); }
   // The worker was killed. What it does from here on has no effect, and a ring's other end learns
   // nothing of it. `keeps_sent` says whether messages on their way still come, as from a kernel's
@@ -89,7 +89,7 @@ class Link : public std::enable_shared_from_this<Link> {
   struct End {
     std::unique_ptr<transport::Channel> channel;  // null once closed
     Task* listener = nullptr;
-    std::optional<FaultKind> damage;
+    std::optional<SimulatedFault> damage;
     int64_t last_due_ns = 0;  // when its newest message will be at the other end
     bool is_killed = false, is_closed = false;
     bool loses_sent = false;    // messages on their way do not come
@@ -97,7 +97,7 @@ class Link : public std::enable_shared_from_this<Link> {
     bool may_have_come = true;  // whether polling can find anything; else the kernel is not asked
     OwnedFd socket;             // of a stream: its own, to break it off in the middle of a message
   };
-  Link(LinkContext context, uint64_t generation)
+  SimulatedLink(LinkContext context, uint64_t generation)
       : context_(std::move(context)), generation_(generation) {}
   static transport::Side other(transport::Side side) {
     return side == transport::Side::kHost ? transport::Side::kWorker : transport::Side::kHost;
@@ -111,7 +111,7 @@ class Link : public std::enable_shared_from_this<Link> {
   int64_t due_ns(transport::Side side, size_t bytes);
   void deliver(transport::Side side, uint32_t slot, size_t bytes);
   void send(transport::Side side, uint32_t slot, size_t bytes, bool must_be_refused = false);
-  void send_damaged(transport::Side side, uint32_t slot, size_t bytes, FaultKind kind);
+  void send_damaged(transport::Side side, uint32_t slot, size_t bytes, SimulatedFault kind);
   void send_begun(transport::Side side, uint32_t slot, size_t bytes);
   void send_half(transport::Side side, uint32_t slot, size_t bytes);
 

@@ -1,6 +1,6 @@
 // Data paths with a network in them: time, cuts, damage, and the rules that they watch.
 // SPDX-License-Identifier: Apache-2.0
-#include "simulation/link.h"
+#include "simulation/simulated_link.h"
 
 #include <doctest/doctest.h>
 
@@ -19,11 +19,12 @@ constexpr transport::SlotGeometry kGeometry{3, 256, 256};
 
 struct Scene {
   explicit Scene(bool is_stream) {
-    link = Link::create({scheduler, journal, Random(1), network, counts, 0,
-                         [this](std::string what) { violations.push_back(std::move(what)); },
-                         [](std::span<const std::byte>) {}},
-                        kGeometry, 7, is_stream)
-               .value();
+    link =
+        SimulatedLink::create({scheduler, journal, Random(1), network, counts, 0,
+                               [this](std::string what) { violations.push_back(std::move(what)); },
+                               [](std::span<const std::byte>) {}},
+                              kGeometry, 7, is_stream)
+            .value();
     host = link->end(Side::kHost);
     worker = link->end(Side::kWorker);
   }
@@ -56,7 +57,7 @@ struct Scene {
   Network network;
   LinkCounts counts;
   std::vector<std::string> violations;
-  std::shared_ptr<Link> link;
+  std::shared_ptr<SimulatedLink> link;
   std::unique_ptr<transport::Channel> host, worker;
 };
 
@@ -103,7 +104,7 @@ TEST_CASE("whoever goes on after a message that had to be refused breaks a rule"
   Scene scene(true);
   Scene::publish(*scene.host, 0, "question");
   scene.pass(1);
-  scene.link->damage_next(Side::kWorker, FaultKind::kTruncate);
+  scene.link->damage_next(Side::kWorker, SimulatedFault::kTruncate);
   Scene::publish(*scene.worker, 0, "answer");
   scene.pass(1);
   CHECK(Scene::take(*scene.host) != "answer");

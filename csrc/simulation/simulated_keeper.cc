@@ -1,7 +1,7 @@
 // Orders travel to a worker as control messages do, and its answers back; both wait for a network
 // that is cut. A step that is not done in time has failed.
 // SPDX-License-Identifier: Apache-2.0
-#include "simulation/supervisor.h"
+#include "simulation/simulated_keeper.h"
 
 #include <sys/socket.h>
 
@@ -33,7 +33,7 @@ OwnedFd add_pulse(PathOrder& order, Scheduler& scheduler) {
 
 }  // namespace
 
-Supervisor::Supervisor(World& world, client::ExpertClient& client, Membership& membership)
+SimulatedKeeper::SimulatedKeeper(World& world, client::ExpertClient& client, Membership& membership)
     : world_(world),
       client_(client),
       membership_(membership),
@@ -48,21 +48,21 @@ Supervisor::Supervisor(World& world, client::ExpertClient& client, Membership& m
   }
 }
 
-std::shared_ptr<Link> Supervisor::make_link(uint32_t worker) {
+std::shared_ptr<SimulatedLink> SimulatedKeeper::make_link(uint32_t worker) {
   const Options& options = world_.options;
-  auto link = Link::create(world_.link_context(worker),
-                           {options.num_slots, options.slot_bytes, options.slot_bytes},
-                           world_.next_generation(), options.workers[worker].is_stream);
+  auto link = SimulatedLink::create(world_.link_context(worker),
+                                    {options.num_slots, options.slot_bytes, options.slot_bytes},
+                                    world_.next_generation(), options.workers[worker].is_stream);
   check(link.ok(), "no memory for a simulated data path");
   return std::move(link).value();
 }
 
-client::NewPath Supervisor::new_path(const std::shared_ptr<Link>& link) {
+client::NewPath SimulatedKeeper::new_path(const std::shared_ptr<SimulatedLink>& link) {
   link->set_listener(Side::kHost, world_.scheduler.running());
   return {link->end(Side::kHost), link->generation()};
 }
 
-void Supervisor::add_worker(uint32_t worker) {
+void SimulatedKeeper::add_worker(uint32_t worker) {
   auto link = make_link(worker);
   client::NewWorker added;
   added.name = std::string("w").append(std::to_string(worker));
@@ -80,11 +80,11 @@ void Supervisor::add_worker(uint32_t worker) {
     check(client_.set_stand_in(worker, world_.options.joins_late).ok(),
           "the client knows the worker");
   }
-  world_.members[worker].process().accept(std::move(order));
+  world_.workers[worker].process().accept(std::move(order));
   world_.set_attached(worker, true);
 }
 
-void Supervisor::name_holders(bool with_last_resort) {
+void SimulatedKeeper::name_holders(bool with_last_resort) {
   for (uint32_t shard = 0; shard < world_.options.holders.size(); ++shard) {
     std::vector<uint32_t> holders = world_.options.holders[shard];
     if (!with_last_resort) holders.pop_back();
@@ -96,14 +96,15 @@ void Supervisor::name_holders(bool with_last_resort) {
 // ----------------------------------------------------------------------------------------
 
 // Any stack.
-void Supervisor::post(uint32_t worker, Happening what, uint64_t attempt, const char* reason,
-                      bool is_death) {
+void SimulatedKeeper::post(uint32_t worker, Happening what, uint64_t attempt, const char* reason,
+                           bool is_death) {
   world_.scheduler.after(
       0, [this, event = MemberEvent{worker, what, attempt, reason, is_death}] { handle(event); });
 }
 
-void Supervisor::handle(const MemberEvent& event) {
-  world_.record(EventKind::kMember, event.worker, event.attempt, static_cast<uint64_t>(event.what));
+void SimulatedKeeper::handle(const MemberEvent& event) {
+  world_.record(JournalEvent::kMember, event.worker, event.attempt,
+                static_cast<uint64_t>(event.what));
   const uint32_t worker = event.worker;
   Tracked& tracked = members_[worker];
   const std::string before = tracked.decided.state;
@@ -125,23 +126,23 @@ void Supervisor::handle(const MemberEvent& event) {
 }
 
 // The first time that somebody is missed. It takes as long as mapping files does.
-void Supervisor::make_last_resort() {
+void SimulatedKeeper::make_last_resort() {
   if (!world_.options.joins_late || last_resort_joins_ns_ > 0) return;
   last_resort_joins_ns_ =
       world_.scheduler.now_ns() + random_.magnitude(kLongestMappingNs / 100, kLongestMappingNs);
 }
 
-void Supervisor::remove(uint32_t worker) {
+void SimulatedKeeper::remove(uint32_t worker) {
   members_[worker].is_wanted = false;
   post(worker, Happening::kRemoved, 0);
 }
 
-void Supervisor::want_back(uint32_t worker) {
+void SimulatedKeeper::want_back(uint32_t worker) {
   members_[worker].is_wanted = true;
   post(worker, Happening::kAdded, 0);
 }
 
-void Supervisor::take_events() {
+void SimulatedKeeper::take_events() {
   for (const client::ClientEvent& event : client_.take_events()) {
     if (event.worker >= members_.size()) continue;
     Tracked& tracked = members_[event.worker];
@@ -156,12 +157,12 @@ void Supervisor::take_events() {
 }
 
 // A process that has ended is reaped, whether or not the client has seen it hang up.
-void Supervisor::note_ends() {
+void SimulatedKeeper::note_ends() {
   const int64_t now = world_.scheduler.now_ns();
   for (uint32_t worker = 0; worker < members_.size(); ++worker) {
     Tracked& tracked = members_[worker];
     // That of a process which somebody else has started tells by its pulse alone.
-    const bool is_alive = world_.members[worker].process().is_alive() ||
+    const bool is_alive = world_.workers[worker].process().is_alive() ||
                           !world_.options.workers[worker].is_started_by_host;
     if (tracked.is_attached && !is_alive) {
       static_cast<void>(client_.mark_lost(worker, "its process has ended"));
@@ -177,13 +178,13 @@ void Supervisor::note_ends() {
   }
 }
 
-void Supervisor::excuse(int64_t ns) {
+void SimulatedKeeper::excuse(int64_t ns) {
   for (Tracked& tracked : members_) tracked.give_up_ns += ns;
 }
 
-void Supervisor::detach(uint32_t worker, const char* reason) {
+void SimulatedKeeper::detach(uint32_t worker, const char* reason) {
   Tracked& tracked = members_[worker];
-  world_.record(EventKind::kLost, worker);
+  world_.record(JournalEvent::kLost, worker);
   world_.set_attached(worker, false);
   tracked.is_attached = tracked.is_renewing = false;
   tracked.accepted = nullptr;
@@ -191,9 +192,9 @@ void Supervisor::detach(uint32_t worker, const char* reason) {
   post(worker, Happening::kLost, tracked.step_attempt == 0 ? 1 : tracked.step_attempt, reason);
 }
 
-void Supervisor::look() {
+void SimulatedKeeper::look() {
   for (const client::WornPath& worn : client_.retire_worn_paths()) {
-    world_.record(EventKind::kRetire, worn.worker);
+    world_.record(JournalEvent::kRetire, worn.worker);
     if (worn.worker >= members_.size()) {
       send_path(worn.worker, false);
       continue;
@@ -218,7 +219,7 @@ void Supervisor::look() {
 // -- orders
 // ----------------------------------------------------------------------------------------
 
-void Supervisor::carry_out(uint32_t worker, const MemberOrder& order) {
+void SimulatedKeeper::carry_out(uint32_t worker, const MemberOrder& order) {
   const std::string_view task = order.task;
   if (task == "start") return start(worker, order.attempt);
   if (task == "join") return join(worker, order.attempt);
@@ -227,29 +228,29 @@ void Supervisor::carry_out(uint32_t worker, const MemberOrder& order) {
   drain(worker, order.attempt);
 }
 
-void Supervisor::start(uint32_t worker, uint64_t attempt) {
+void SimulatedKeeper::start(uint32_t worker, uint64_t attempt) {
   members_[worker].step_attempt = attempt;
   if (world_.options.workers[worker].is_started_by_host) return start_process(worker, attempt);
   dial(worker, attempt);
 }
 
-void Supervisor::start_process(uint32_t worker, uint64_t attempt) {
+void SimulatedKeeper::start_process(uint32_t worker, uint64_t attempt) {
   const uint64_t step = ++members_[worker].num_steps;
   world_.scheduler.after(world_.options.restart_ns, [this, worker, attempt, step] {
     if (!is_current(worker, step)) return;
-    Member& member = world_.members[worker];
-    if (world_.scheduler.now_ns() < member.crashes_until_ns)
+    SimulatedWorker& simulated = world_.workers[worker];
+    if (world_.scheduler.now_ns() < simulated.crashes_until_ns)
       return post(worker, Happening::kFailed, attempt, "it dies when it is started");
-    if (!member.process().is_alive()) world_.start_process(worker);
+    if (!simulated.process().is_alive()) world_.start_process(worker);
     post(worker, Happening::kStarted, attempt);
   });
 }
 
 // Out of reach is no death of a worker that somebody else starts.
-void Supervisor::dial(uint32_t worker, uint64_t attempt) {
+void SimulatedKeeper::dial(uint32_t worker, uint64_t attempt) {
   const uint64_t step = ++members_[worker].num_steps;
   travel(worker, Side::kHost, [this, worker, attempt, step] {
-    const WorkerProcess& process = world_.members[worker].process();
+    const WorkerProcess& process = world_.workers[worker].process();
     if (!process.is_alive() || process.is_frozen()) return;
     travel(worker, Side::kWorker, [this, worker, attempt, step] {
       if (!is_current(worker, step)) return;
@@ -264,7 +265,7 @@ void Supervisor::dial(uint32_t worker, uint64_t attempt) {
   });
 }
 
-void Supervisor::join(uint32_t worker, uint64_t attempt) {
+void SimulatedKeeper::join(uint32_t worker, uint64_t attempt) {
   Tracked& tracked = members_[worker];
   const uint64_t step = ++tracked.num_steps;
   tracked.is_joining = true;
@@ -272,14 +273,14 @@ void Supervisor::join(uint32_t worker, uint64_t attempt) {
   tracked.give_up_ns = world_.scheduler.now_ns() + world_.options.load_ns + kPatienceNs;
   world_.scheduler.after(world_.options.load_ns, [this, worker, step] {
     if (!is_current(worker, step)) return;
-    if (std::exchange(world_.members[worker].is_unfit, false))
+    if (std::exchange(world_.workers[worker].is_unfit, false))
       return fail(worker, Happening::kUnfit, "it loaded other weights", false);
     send_path(worker, true);
   });
 }
 
 // What is under way for the worker comes to nothing.
-void Supervisor::fail(uint32_t worker, Happening what, const char* reason, bool is_death) {
+void SimulatedKeeper::fail(uint32_t worker, Happening what, const char* reason, bool is_death) {
   Tracked& tracked = members_[worker];
   tracked.is_joining = false;
   tracked.accepted = nullptr;
@@ -287,7 +288,7 @@ void Supervisor::fail(uint32_t worker, Happening what, const char* reason, bool 
   post(worker, what, tracked.step_attempt, reason, is_death);
 }
 
-void Supervisor::end(uint32_t worker, uint64_t attempt) {
+void SimulatedKeeper::end(uint32_t worker, uint64_t attempt) {
   Tracked& tracked = members_[worker];
   tracked.is_attached = tracked.is_renewing = tracked.is_joining = false;
   tracked.accepted = nullptr;
@@ -296,13 +297,13 @@ void Supervisor::end(uint32_t worker, uint64_t attempt) {
   static_cast<void>(client_.mark_lost(worker, "it is ended"));
   if (world_.options.workers[worker].is_started_by_host) {
     // Where the machine had nothing before, nothing of it is left behind in its links either.
-    world_.members[worker].process().kill(false);
+    world_.workers[worker].process().kill(false);
   }
   world_.scheduler.after(kEndNs,
                          [this, worker, attempt] { post(worker, Happening::kEnded, attempt); });
 }
 
-void Supervisor::drain(uint32_t worker, uint64_t attempt) {
+void SimulatedKeeper::drain(uint32_t worker, uint64_t attempt) {
   static_cast<void>(client_.set_admission(worker, client::Admission::kDraining));
   world_.scheduler.after(world_.options.drain_ns,
                          [this, worker, attempt] { post(worker, Happening::kDrained, attempt); });
@@ -311,19 +312,19 @@ void Supervisor::drain(uint32_t worker, uint64_t attempt) {
 // -- paths
 // -----------------------------------------------------------------------------------------
 
-void Supervisor::travel(uint32_t worker, Side from, std::function<void()> action) {
-  const Network& network = world_.members[worker].network;
+void SimulatedKeeper::travel(uint32_t worker, Side from, std::function<void()> action) {
+  const Network& network = world_.workers[worker].network;
   const int64_t there = world_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns;
   world_.scheduler.at(network.passes_at(from, there), std::move(action));
 }
 
-void Supervisor::send_path(uint32_t worker, bool is_session) {
+void SimulatedKeeper::send_path(uint32_t worker, bool is_session) {
   auto link = make_link(worker);
   auto path = std::make_shared<Path>(Path{link, {}});
   auto sent = std::make_shared<PathOrder>();
   sent->link = link;
   if (worker >= members_.size()) {  // in this process: nothing travels
-    world_.members[worker].process().accept({link, {}, nullptr, [] {}});
+    world_.workers[worker].process().accept({link, {}, nullptr, [] {}});
     check(client_.renew_path(worker, new_path(link)).ok(), "a path in this process is renewed");
     return;
   }
@@ -339,30 +340,30 @@ void Supervisor::send_path(uint32_t worker, bool is_session) {
     });
   };
   travel(worker, Side::kHost,
-         [this, worker, sent] { world_.members[worker].process().accept(std::move(*sent)); });
+         [this, worker, sent] { world_.workers[worker].process().accept(std::move(*sent)); });
 }
 
 // An error means that the client has lost the worker meanwhile, of which its event tells.
-void Supervisor::take_accepted(uint32_t worker) {
+void SimulatedKeeper::take_accepted(uint32_t worker) {
   Tracked& tracked = members_[worker];
   const std::unique_ptr<Path> path = std::exchange(tracked.accepted, nullptr);
   if (!tracked.is_joining) {
     tracked.is_renewing = false;
     const bool is_renewed = client_.renew_path(worker, new_path(path->link)).ok();
-    if (is_renewed) world_.record(EventKind::kAttach, worker, path->link->generation());
+    if (is_renewed) world_.record(JournalEvent::kAttach, worker, path->link->generation());
     return;
   }
   tracked.is_joining = false;
   static_cast<void>(client_.set_admission(worker, client::Admission::kOpen));
   const Status taken = client_.replace_worker(worker, new_path(path->link), std::move(path->pulse));
   check(taken.ok(), "the client takes a worker back that it has lost");
-  world_.record(EventKind::kAttach, worker, path->link->generation());
+  world_.record(JournalEvent::kAttach, worker, path->link->generation());
   tracked.is_attached = true;
-  world_.set_attached(worker, world_.members[worker].process().is_alive());
+  world_.set_attached(worker, world_.workers[worker].process().is_alive());
   post(worker, Happening::kJoined, tracked.step_attempt);
 }
 
-bool Supervisor::is_whole() const {
+bool SimulatedKeeper::is_whole() const {
   const auto reports = client_.workers();
   const auto is_fit = [](const client::WorkerReport& report) {
     return report.quarantined_slots == 0 && report.path != client::PathState::kLost;

@@ -1,7 +1,7 @@
 // The way of a message: published by one end, on its way as an event, handed to the real channel
 // when it is due, maybe damaged.
 // SPDX-License-Identifier: Apache-2.0
-#include "simulation/link.h"
+#include "simulation/simulated_link.h"
 
 #include <fcntl.h>
 #include <sys/socket.h>
@@ -9,9 +9,12 @@
 #include <algorithm>
 #include <cstring>
 
-#include "simulation/damage.h"
+#include "base/checksum.h"
 #include "transport/loopback/loopback.h"
 #include "transport/stream/stream.h"
+#include "wire/frame.h"
+#include "wire/little_endian.h"
+#include "wire/payload.h"
 
 namespace dflash::simulation {
 
@@ -21,7 +24,7 @@ using transport::Side;
 // What the product holds: a channel like any other.
 class LinkEnd final : public transport::Channel {
  public:
-  LinkEnd(std::shared_ptr<Link> link, Side side) : link_(std::move(link)), side_(side) {}
+  LinkEnd(std::shared_ptr<SimulatedLink> link, Side side) : link_(std::move(link)), side_(side) {}
   ~LinkEnd() override { link_->close(side_); }
   LinkEnd(const LinkEnd&) = delete;
   LinkEnd& operator=(const LinkEnd&) = delete;
@@ -41,7 +44,7 @@ class LinkEnd final : public transport::Channel {
   void disarm() override {}
 
  private:
-  const std::shared_ptr<Link> link_;
+  const std::shared_ptr<SimulatedLink> link_;
   const Side side_;
 };
 
@@ -63,12 +66,67 @@ Result<transport::ChannelPair> make_stream_pair(const transport::SlotGeometry& g
   return transport::ChannelPair{std::move(host).value(), std::move(worker).value()};
 }
 
+using Header = std::span<std::byte, wire::kFrameHeaderBytes>;
+
+bool flip_bit(std::span<std::byte> message, Random& random) {
+  const uint64_t bit = random.below(8 * message.size());
+  message[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+  return bit / 8 < wire::kFrameHeaderBytes;
+}
+
+void lie_about_times(std::span<std::byte> payload, Random& random) {
+  wire::encode_reply_timing(
+      {static_cast<int64_t>(random.next()), static_cast<int64_t>(random.next()),
+       static_cast<int64_t>(random.next())},
+      payload.first<wire::kReplyTimingBytes>());
+}
+
+// Damages a message in place, so that what is left is as hard to tell from a good one as can be:
+// headers keep a checksum that matches. What is no frame (a test may send anything) gets a flipped
+// bit. Returns whether whoever receives the message must refuse it, whatever the slot's state. A
+// bit that flips in the payload need not be seen in a reply which nobody waits for any more.
+bool damage(std::span<std::byte> message, SimulatedFault kind, Random& random) {
+  if (kind == SimulatedFault::kFlipBit || message.size() < wire::kFrameHeaderBytes)
+    return flip_bit(message, random);
+  const Header bytes = message.first<wire::kFrameHeaderBytes>();
+  auto decoded = wire::decode_frame_header(bytes);
+  if (!decoded.ok()) return flip_bit(message, random);
+  wire::FrameHeader& header = decoded.value();
+  bool must_be_refused = true;
+  if (kind == SimulatedFault::kStaleGeneration) {
+    --header.generation;
+  } else if (kind == SimulatedFault::kOtherAttempt) {
+    header.attempt = static_cast<uint16_t>(header.attempt + 1);
+  } else if (kind == SimulatedFault::kLyingTimes && header.kind == wire::FrameKind::kReply) {
+    const auto payload = message.subspan(wire::kFrameHeaderBytes);
+    lie_about_times(payload, random);
+    header.payload_checksum = checksum(payload);
+    must_be_refused = false;
+  } else {
+    return flip_bit(message, random);
+  }
+  wire::encode_frame_header(header, bytes);
+  return must_be_refused;
+}
+
+// The first bytes of a message as it travels on a socket (transport/stream), with so many of its
+// own bytes.
+std::vector<std::byte> begun_stream_message(uint32_t slot, std::span<const std::byte> message,
+                                            size_t num_bytes) {
+  constexpr size_t kPrefixBytes = 16;  // slot u32, zero u32, bytes u64 (transport/stream/stream.h)
+  std::vector<std::byte> begun(kPrefixBytes + num_bytes);
+  wire::store_le<uint32_t>(slot, begun, 0);
+  wire::store_le<uint64_t>(message.size(), begun, 8);
+  std::ranges::copy(message.first(num_bytes), begun.begin() + kPrefixBytes);
+  return begun;
+}
+
 }  // namespace
 
-Result<std::shared_ptr<Link>> Link::create(LinkContext context,
-                                           const transport::SlotGeometry& geometry,
-                                           uint64_t generation, bool is_stream) {
-  std::shared_ptr<Link> link(new Link(std::move(context), generation));
+Result<std::shared_ptr<SimulatedLink>> SimulatedLink::create(
+    LinkContext context, const transport::SlotGeometry& geometry, uint64_t generation,
+    bool is_stream) {
+  std::shared_ptr<SimulatedLink> link(new SimulatedLink(std::move(context), generation));
   auto pair = is_stream ? make_stream_pair(geometry, link->at(Side::kWorker).socket)
                         : transport::make_loopback(geometry);
   if (!pair.ok()) return std::move(pair).error();
@@ -78,17 +136,17 @@ Result<std::shared_ptr<Link>> Link::create(LinkContext context,
   return link;
 }
 
-std::unique_ptr<transport::Channel> Link::end(Side side) {
+std::unique_ptr<transport::Channel> SimulatedLink::end(Side side) {
   return std::make_unique<LinkEnd>(shared_from_this(), side);
 }
 
-Status Link::publish(Side side, uint32_t slot, size_t bytes) {
+Status SimulatedLink::publish(Side side, uint32_t slot, size_t bytes) {
   End& sender = at(side);
   if (sender.is_killed) return ok();
   if (slot >= is_asked_.size() || bytes > sender.channel->outgoing(slot).size())
     return sender.channel->publish(slot, bytes);  // which refuses it
-  context_.journal.record(context_.scheduler.now_ns(), EventKind::kPublish, context_.worker, slot,
-                          bytes);
+  context_.journal.record(context_.scheduler.now_ns(), JournalEvent::kPublish, context_.worker,
+                          slot, bytes);
   if (side == Side::kHost) {
     if (is_asked_[slot])
       context_.violate("slot " + std::to_string(slot) + " of worker " +
@@ -109,7 +167,7 @@ Status Link::publish(Side side, uint32_t slot, size_t bytes) {
 }
 
 // A link keeps the order of its messages, as rings and streams do.
-int64_t Link::due_ns(Side side, size_t bytes) {
+int64_t SimulatedLink::due_ns(Side side, size_t bytes) {
   const Network& network = context_.network;
   const int64_t jitter =
       static_cast<int64_t>(context_.random.unit() * static_cast<double>(network.jitter_ns));
@@ -120,7 +178,7 @@ int64_t Link::due_ns(Side side, size_t bytes) {
                   context_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns + jitter);
 }
 
-void Link::deliver(Side side, uint32_t slot, size_t bytes) {
+void SimulatedLink::deliver(Side side, uint32_t slot, size_t bytes) {
   End& sender = at(side);
   const int64_t now = context_.scheduler.now_ns();
   const int64_t passes = context_.network.passes_at(side, now);
@@ -133,10 +191,10 @@ void Link::deliver(Side side, uint32_t slot, size_t bytes) {
   if (sender.channel == nullptr || sender.loses_sent) return;
   if (side == Side::kWorker && context_.network.is_mute) sender.is_stuck = true;
   if (sender.is_stuck) return;
-  context_.journal.record(now, EventKind::kDeliver, context_.worker, slot, bytes);
+  context_.journal.record(now, JournalEvent::kDeliver, context_.worker, slot, bytes);
   if (sender.damage) {
-    const FaultKind kind = *std::exchange(sender.damage, std::nullopt);
-    context_.journal.record(now, EventKind::kDamage, context_.worker, slot,
+    const SimulatedFault kind = *std::exchange(sender.damage, std::nullopt);
+    context_.journal.record(now, JournalEvent::kDamage, context_.worker, slot,
                             static_cast<uint64_t>(kind));
     send_damaged(side, slot, bytes, kind);
   } else {
@@ -146,32 +204,33 @@ void Link::deliver(Side side, uint32_t slot, size_t bytes) {
 }
 
 // A peer that has closed its end meanwhile is noticed by poll().
-void Link::send(Side side, uint32_t slot, size_t bytes, bool must_be_refused) {
+void SimulatedLink::send(Side side, uint32_t slot, size_t bytes, bool must_be_refused) {
   const bool is_sent = at(side).channel->publish(slot, bytes).ok();
   at(other(side)).may_have_come = true;
   if (is_sent && side == Side::kWorker) must_refuse_.push_back(must_be_refused);
 }
 
-void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) {
+void SimulatedLink::send_damaged(Side side, uint32_t slot, size_t bytes, SimulatedFault kind) {
   transport::Channel& channel = *at(side).channel;
   Random& random = context_.random;
-  if (kind == FaultKind::kDuplicate) {
+  if (kind == SimulatedFault::kDuplicate) {
     send(side, slot, bytes);
     return send(side, slot, bytes);
   }
-  if (kind == FaultKind::kStuck) {
+  if (kind == SimulatedFault::kStuck) {
     at(side).is_stuck = true;
     return at(side).socket.is_open() ? send_begun(side, slot, bytes) : void();
   }
-  if (kind == FaultKind::kHalf && at(side).socket.is_open()) return send_half(side, slot, bytes);
-  if (kind == FaultKind::kTruncate || kind == FaultKind::kHalf)
+  if (kind == SimulatedFault::kHalf && at(side).socket.is_open())
+    return send_half(side, slot, bytes);
+  if (kind == SimulatedFault::kTruncate || kind == SimulatedFault::kHalf)
     return send(side, slot, random.below(bytes), true);
   // Not towards a worker: it may be reading the other slot already, whose bytes are proven. And in
   // a ring not where the worker's own reply may lie, or come before the host has looked: there the
   // host may see that one, which it must take.
   const auto to = static_cast<uint32_t>((slot + 1) % is_asked_.size());
   const bool may_be_overwritten = !at(side).socket.is_open() && is_asked_[to];
-  if (kind == FaultKind::kOtherSlot && side == Side::kWorker && !may_be_overwritten) {
+  if (kind == SimulatedFault::kOtherSlot && side == Side::kWorker && !may_be_overwritten) {
     std::ranges::copy(channel.outgoing(slot).first(bytes), channel.outgoing(to).begin());
     return send(side, to, bytes, true);
   }
@@ -179,7 +238,7 @@ void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) 
 }
 
 // The beginning of a message on the socket.
-void Link::send_begun(Side side, uint32_t slot, size_t bytes) {
+void SimulatedLink::send_begun(Side side, uint32_t slot, size_t bytes) {
   End& sender = at(side);
   const std::vector<std::byte> begun = begun_stream_message(
       slot, sender.channel->outgoing(slot).first(bytes), context_.random.below(bytes));
@@ -189,13 +248,13 @@ void Link::send_begun(Side side, uint32_t slot, size_t bytes) {
 }
 
 // And then its end: what a process leaves behind that dies while it sends.
-void Link::send_half(Side side, uint32_t slot, size_t bytes) {
+void SimulatedLink::send_half(Side side, uint32_t slot, size_t bytes) {
   send_begun(side, slot, bytes);
   ::shutdown(at(side).socket.get(), SHUT_RDWR);
   at(side).may_have_come = at(other(side)).may_have_come = true;
 }
 
-Result<std::optional<Arrival>> Link::poll(Side side) {
+Result<std::optional<Arrival>> SimulatedLink::poll(Side side) {
   End& receiver = at(side);
   if (receiver.is_killed) return Error{ErrorCode::kClosed, "the process was killed"};
   if (side == Side::kHost && must_be_given_up_)
@@ -214,7 +273,7 @@ Result<std::optional<Arrival>> Link::poll(Side side) {
 }
 
 // What was sent before is still on its way; then the other end hears of it.
-void Link::close(Side side) {
+void SimulatedLink::close(Side side) {
   at(side).is_closed = true;
   context_.counts.num_closed += side == Side::kHost ? 1 : 0;
   at(side).listener = nullptr;
@@ -222,7 +281,7 @@ void Link::close(Side side) {
   context_.scheduler.at(due, [self = shared_from_this(), side] { self->hang_up(side); });
 }
 
-void Link::hang_up(Side side) {
+void SimulatedLink::hang_up(Side side) {
   const int64_t now = context_.scheduler.now_ns();
   const int64_t passes = context_.network.passes_at(side, now);
   if (passes > now) {
@@ -236,7 +295,7 @@ void Link::hang_up(Side side) {
   if (Task* listener = at(other(side)).listener) listener->wake();
 }
 
-void Link::kill_worker(bool keeps_sent) {
+void SimulatedLink::kill_worker(bool keeps_sent) {
   End& worker = at(Side::kWorker);
   worker.is_killed = true;
   worker.loses_sent = !keeps_sent;
