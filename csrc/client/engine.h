@@ -7,6 +7,9 @@
 //   Answers   answers.h   what arrives
 //   Losses    losses.h    gives up workers, and calls whose time has passed
 //
+// Who of a shard's holders is asked for a slice is said by pick_holder() (router.h): the one that
+// stands best, of these the one with the shortest backlog, of these the one that is named first.
+//
 // Not thread-safe: whoever has the turn (turn.h) uses it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once

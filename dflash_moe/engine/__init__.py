@@ -3,10 +3,12 @@ thread that goes from step to step: plan, begin, run, sample, commit, deliver.
 
 - `schedule` plans: who decodes, which part of which prompt is computed, what a prefix cache has
   already, and who gives up blocks when none are left (the youngest, which is computed again).
-- `step_run` runs a plan and judges drafts (`speculate`, `prompt_lookup`, `acceptance`,
-  `step_price`). Where a step fails its requests end with the error, and all others are as before.
-- `sample` makes tokens of logits: `sampling_params` what was asked for, `sampling_state` what is
-  remembered of a request, `draw` the random part, `token_masks` what a grammar allows, `logprobs`.
+- `step_run` runs a plan and judges drafts (`speculate`, `prompt_lookup`, `step_price`,
+  `sampling/acceptance`). Where a step fails its requests end with the error, and all others are
+  as before.
+- `sampling/sample` makes tokens of logits; beside it `sampling_params`, what was asked for,
+  `sampling_state`, what is remembered of a request, `draw`, the random part, `token_masks`, what a
+  grammar allows, and `logprobs`.
 - `request` is one; `delivery` is the door: commands in, tokens out, under a lock that the engine
   takes once a step. Text is made by the callers' threads (`text`, `request_text`, `prompt_runs`).
 - `prompt_check` and `length_limit` refuse what can never be computed. `chat_history` and

@@ -11,8 +11,8 @@
   `prefix_cache` find what begins alike: full blocks, never the last token. `kv_budget` says how
   many there are (`engine.kv_memory`) and what does not fit. `paged_cache` and `torch_cache` are
   the memory.
-- `micro_batches` computes a step in two halves on two threads where `split_forecast` expects it to
-  be faster (`half_steps`, `half_turns`, `two_halves`).
+- `halves/micro_batches` computes a step in two halves on two threads, where
+  `halves/split_forecast` expects that to be faster.
 - `rotary_tables` makes cosines and sines of each sequence by itself; `residuals` shows the stream
   between layers to whoever looks.
 

@@ -13,14 +13,17 @@ which pause, and when it is left alone.
   protocol/auth.py.
 - Loading: `memory_check` asks first whether all of it fits; `loaded_shards` loads, and compares.
 - A path: `path_keeper` attaches, renews and revives; each renewal is a `renewal`.
-- A loss: the client judges (`csrc/client/losses.h`: no pulse or progress, no answers, each after a
-  time in which the worker could have answered), `client_calls` hears of it, `worker_keeper` ends,
+- A loss: the client judges (`csrc/client/losses.h`), by time in which the worker could have
+  answered. Without progress it is suspected after `failure.suspect_ms` and lost after
+  `ipc.stall_timeout_s`, as without a pulse; without answers after one and two
+  `ipc.call_timeout_s`. `client_calls` hears of it, `worker_keeper` ends,
   starts and loads, and meanwhile `host_fallback` computes on the host from the mapped checkpoint,
   unless `host.fallback: none` or another setting of config/remedies.py forbids it.
 - A change while calls go on: `elastic` adds, drains, removes and restarts, one at a time, and
   refuses to take a shard's last holder; `control` takes such orders from the command line;
   `holder_lists` tells the client who is asked first.
-- Wrong numbers: `audit` has the questions and answers, `row_audit` asks them of a running host.
+- Wrong numbers: `audit` has the questions and answers, `row_audit` asks them of a running host. A
+  holder that is outvoted, by others or by the host's own computation, is taken out.
 
 `owner` keeps all this from a forked child, `threads` shares cores.
 

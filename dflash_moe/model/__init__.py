@@ -4,8 +4,8 @@ uses `ffn`, `checkpoint` and what they need, without torch and transformers; the
 - `checkpoint` maps files, checks headers and names weights by a fingerprint; `formats` are the
   formats that files have, `gguf_architectures` what GGUF's architectures mean.
 - `spec` derives the layers with routed experts by running transformers' own loader and experts
-  class on toys (`tensor_names`, `probe`, `gates`, `shrink`); `gguf_experts` reads them off a GGUF
-  file. `ffn` is the formula of an expert.
+  class on toys (`tensor_names`, `probe`, `gates`, `shrink`);
+  `gguf_architectures/gguf_experts` reads them off a GGUF file. `ffn` is the formula of an expert.
 - `expert_tensors` finds the matrices of one expert, `expert_loading` loads experts into a resident
   shard, `expert_store` lends it, `scrub` reads it again to find flipped bits. Which format weights
   are kept in is decided by formats/weight_formats.py, whether packed or mapped by
