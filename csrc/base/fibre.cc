@@ -92,7 +92,8 @@ dflash_fibre_begin:
 #endif
 #ifndef DFLASH_FIBRE_UCONTEXT
 extern "C" void dflash_fibre_switch(void** save_stack_pointer, void* load_stack_pointer);
-// calls the function in the second saved register with the first
+// Where a new fibre begins: prepare() has left body and argument in two saved registers, and this
+// calls the one with the other.
 extern "C" void dflash_fibre_begin();
 #endif
 

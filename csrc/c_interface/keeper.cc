@@ -76,7 +76,7 @@ Status Session::handle(Received received) {
     return lose(terms->worker, offered.error().message);
   }
   if (const auto* answered = std::get_if<wire::PathAnswered>(&received.message)) {
-    // Of a worker that was given up meanwhile, the answer was on its way.
+    // The answer of a worker that was given up while it was on its way is dropped.
     if (answered->worker >= num_workers || !paths_.awaits(answered->worker)) return ok();
     auto made = paths_.complete(*answered, std::move(received.descriptors));
     if (!made.ok()) return lose(answered->worker, made.error().message);
@@ -148,7 +148,8 @@ Status Session::send_counters() {
     is_old = num_counted_ended_ != num_ended_ && num_open_ == 0 &&
              now_ns() - last_ended_ns_ >= kCountPeriodNs / 2;
   }
-  // While calls come one after another, those who end them take it (session.cc).
+  // While calls come one after another, the threads that end them take the snapshot (session.cc),
+  // so that this one need not interrupt a thread that drives the client.
   if (is_old) snapshot();
   wire::Counted counted;
   {

@@ -24,7 +24,8 @@ std::optional<Error> busy_error(const Link& link) {
   return std::nullopt;
 }
 
-// A shard's k-th place among its worker's shards of the layer is its slot.
+// In a device step each shard of a layer has a slot of its worker's path to itself: the k-th shard
+// that the worker has in the layer uses slot k. `num_shards` is how many it has so far.
 std::optional<Error> unfit_error(const Link& link, size_t num_shards) {
   if (transport::ring_lender(link.path.channel()) == nullptr)
     return link.error(ErrorCode::kUnsupported,

@@ -33,8 +33,9 @@ void StepWatch::watch() {
         std::clamp(deadline_ns_ - clock_.at_last_look(), int64_t{0}, kStepLookNs);
     const timespec look{0, static_cast<long>(left_ns)};
     if (::ppoll(fds_.data(), fds_.size(), &look, nullptr) > 0) {
-      // What is behind a descriptor that was closed and opened again meanwhile is no end of a
-      // worker. The client knows; such a descriptor is not asked a second time.
+      // A sign of life's end: the socket of some worker's process hung up. Or the client has closed
+      // it meanwhile, and another file of this process has its number by now, which says nothing of
+      // a worker. judge_step() below knows which it was; poll() is not told of that number again.
       for (size_t i = 1; i < fds_.size(); ++i) {
         if (fds_[i].revents != 0) fds_[i].fd = -1;
       }

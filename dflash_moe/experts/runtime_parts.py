@@ -56,7 +56,8 @@ class RuntimeParts:
         is out of descriptors.
         """
         self._is_running, self._is_over = False, threading.Event()
-        # Those that were built have descriptors already where a later one gets none.
+        # Where this process runs out of descriptors, a part cannot be made; those that were made
+        # before it give theirs back.
         with ExitStack() as built:
             self.events = HolderEvents()
             built.callback(self.events.bell.close)

@@ -172,6 +172,6 @@ def _tensor_bytes(holder: Any) -> int:
         elif isinstance(value, (list, tuple, set)):
             pending += value
         elif type(value).__module__.startswith("transformers") and hasattr(value, "__dict__"):
-            # A configuration leads nowhere, and a cache to its layers.
+            # A cache of transformers has its layers, and these their tensors, in attributes.
             pending += vars(value).values()
     return sum(storages.values())

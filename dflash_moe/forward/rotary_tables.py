@@ -134,7 +134,7 @@ class RotaryTables:
 
     def _chunk_digests(self, length: int, chunk: int, block_tokens: int) -> list[bytes]:
         """Returns the digest of each block of a chunk."""
-        # In tensors of the same shape as those that are rotated by, whose bits these are.
+        # Computed in the chunks in which a forward pass computes them: the shape decides the bits.
         tables = [table for kind in self._kinds for table in self._chunk(_FLOAT32, length, chunk, kind, {})[0]]
         rows = [(torch.view_as_real(table) if table.is_complex() else table).movedim(1, 0).cpu() for table in tables]
         found = []
@@ -150,7 +150,9 @@ class RotaryTables:
         return not self.depends_on_length or self._are_alike(length, other)
 
     def _are_alike(self, length: int, other: int) -> bool:
-        # Position 1 alone: beside it lies nothing that an original maximum could be below.
+        # A module may choose its angles by the last position: beyond the length that the model was
+        # trained with it takes other ones for all positions. So two lengths are alike if position 1
+        # is rotated alike in both; it stands there in every row, because shapes decide bits.
         positions = torch.ones(CHUNK, dtype=torch.int64)
         for kind in self._kinds:
             near, far = (self._compute(_FLOAT32, positions, max(1, last - 1), kind, {})[0] for last in (length, other))

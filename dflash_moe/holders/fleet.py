@@ -100,8 +100,9 @@ class Fleet:
         # All processes and connections belong to the process that made the fleet.
         self.owner = Owner()
         self._is_closed = False
-        # Guards that no session begins once the fleet is closed. It is taken again by the thread
-        # that holds it where that collects a runtime which nobody closed.
+        # Held where a session begins and where the fleet is closed, so that none begins afterwards.
+        # Reentrant, because the garbage collector may run while a thread holds it, and may close a
+        # runtime that nobody closed on that very thread.
         self._closing = threading.RLock()
         self._is_host_processor = True
         # This is set once a device of the host has refused to register read-only memory. Workers

@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 LOOK_S = 0.05
 # What lacked descriptors or memory is tried again after this time.
 AGAIN_S = 0.1
-# A thread that is told to end looks up this often at least, but for the load of one expert.
+# A thread that is told to end does so within this time, unless it is loading an expert.
 STOP_S = 5.0
 
 

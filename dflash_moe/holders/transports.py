@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.topology import Topology
 
-# The rows of the table of transports name in `reaches` the workers they can reach. These are its
-# words for workers that the host starts, by the kind of their address.
+# Each transport lists in `reaches` the kinds of workers that it can reach (csrc/transport/kinds.h).
+# These are the kinds of workers that the host starts itself, by the kind of their address.
 _STARTED = {"shared": "started", "unix": "started, unix", "tcp": "started, tcp"}
 
 

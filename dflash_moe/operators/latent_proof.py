@@ -19,9 +19,10 @@ from dflash_moe.operators.bounds import excess, linear_bound
 from dflash_moe.operators.paged_attention import LatentHeads, StoredHeads
 from dflash_moe.operators.probes import FACTOR, probe_rows
 
-# The range of f16 ends where products of large rows begin.
+# Probe rows are made smaller by these factors: products of large ones would leave the range of f16.
 _SCALES = (1.0, 1e-2)
-# What is expanded in float64 is in proportion to this part of the largest value.
+# A projection that is FACTOR times as large must give keys and values FACTOR times as large, in
+# float64 to this part of the largest of them.
 _AGREEMENT = 1e-5
 
 
@@ -94,7 +95,8 @@ def latent_excess(heads: LatentHeads, module: Any, truth: torch.Tensor) -> float
         split = truth.double().view(heads.num_heads, -1, heads.latent)[head].split((heads.nope, heads.value))
         stored = torch.cat((latents, rotated), dim=-1).double()
         exact = query[:, head].double() @ exact_keys[head].T
-        # The module's own error is that of its keys, before any product is rounded.
+        # The module rounds its keys and multiplies afterwards. Its error here is that of the keys
+        # alone, so the product is taken in float64, and ours is held against the same.
         own = query[:, head].double() @ own_keys[head].double().T
         bound = linear_bound(heads.numerics, query[:, head, : heads.nope].double(), split[0].T) @ latents.double().abs().T
         error = excess(absorbed[:, head].double() @ stored.T, own, exact, bound, dtype=dtype)

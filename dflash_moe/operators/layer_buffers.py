@@ -104,7 +104,7 @@ class BufferPool:
             return LayerBuffers(num_rows, self.sizes, self._dtype)
         kept = self._kept[half]
         if not kept:
-            # Those for the most rows are the memory of all.
+            # Buffers for fewer rows are views of the first rows of these.
             kept[KEPT_ROWS] = LayerBuffers(KEPT_ROWS, self.sizes, self._dtype)
         if num_rows not in kept:
             kept[num_rows] = kept[KEPT_ROWS].first_rows(num_rows)

@@ -139,10 +139,12 @@ def balanced(placement: Placement, load: Mapping[Place, float]) -> Placement:
 
 
 def _balanced(at: int, shards: tuple[Shard, ...], load: Mapping[Place, float]) -> tuple[Shard, ...]:
-    # By worker: the load that it is first for, and how many shards; a layer may have no load yet.
+    # By worker: the load of the shards that it is asked first for, and their number, which decides
+    # while no load of the layer is known.
     taken: dict[str, tuple[float, int]] = {}
     first: dict[int, str] = {}
-    # Those without a choice first, then the heavy ones, as long as there is one to weigh them up.
+    # Shards with one holder have no choice and come first. Then the heaviest, each to the holder
+    # with the least so far: the light ones that follow make up for the differences.
     for shard in sorted(shards, key=lambda one: (len(one.holders) > 1, -load.get((at, one.shard_id), 0.0), one.shard_id)):
         weight = load.get((at, shard.shard_id), 0.0)
         best = min(shard.holders, key=lambda name: (taken.get(name, (0.0, 0)), shard.holders.index(name)))

@@ -15,7 +15,7 @@ from typing import Any
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.named_files import open_named
 
-# A receipt of 16 positions of a model of 1,000 layers has 2 MB.
+# A larger file is no receipt: that of a model of 1,000 layers, with its 16 positions, has 2 MB.
 MAX_BYTES = 64 << 20
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 # A signal is one byte of the pipe.
 _READ_BYTES = 64
-# What raised where Python drops it is sent again after this time, which callbacks have mostly ended
-# by.
+# A handler that ran in a callback of the garbage collector has raised in vain, since Python drops
+# what is raised there. The signal is sent again after this time; most callbacks have ended by then.
 REPEAT_S = 0.01
 
 

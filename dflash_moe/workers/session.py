@@ -114,7 +114,7 @@ class WorkerSession:
     # A host that has greeted may take so many seconds to its first load or attach, and has HELLO_S
     # at most to greet. One that started this process has 0, and may take as long as it lives.
     patience_s: float = 0.0
-    # Where the weights stay between this session and the next; by itself it keeps none.
+    # Loaded weights outlive a session here, for the host's next one. The default keeps none.
     resident: ResidentWeights = field(default_factory=ResidentWeights)
     _store: ExpertStore | None = None
     _kind: StoreKind | None = None

@@ -13,9 +13,10 @@ from collections.abc import Hashable
 # engine's rests on the last 100.
 _REQUEST_MEMORY = 0.9
 _ENGINE_MEMORY = 0.99
-# The engine's estimate counts in a request's as so many judged tokens, and in the engine's own
-# every fourth draft of so many is accepted before there were any. That is low, so that probes and
-# not hopes measure the first prices.
+# A new request is estimated by the engine's estimate of all requests, which weighs as much as
+# _PRIOR_WEIGHT judged tokens of its own. Before the engine has judged any it assumes that every
+# fourth draft is accepted, with the same weight. That is low on purpose: the first prices of drafts
+# are then measured by probes, and not paid by steps that hoped for more.
 _PRIOR_WEIGHT = 2.0
 _FIRST_ESTIMATE = 0.25
 # A probe drafts at most so many tokens: enough for a clear answer, and for the price of a step with

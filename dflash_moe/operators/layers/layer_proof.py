@@ -35,8 +35,9 @@ _ASKED = "dflash_moe_asked"
 # Both sides agree to this part of a row's largest value. Code that computes parts in float32 stays
 # below it.
 _AGREEMENT = 1e-5
-# So long, as root of the mean square, are rows along weights, and those for layers behind
-# attention, whose output is added to them.
+# Some probe rows point along a row of a weight matrix, so that its product is as large as it gets.
+# This is the root of their mean square; for what comes behind attention it is larger, because
+# attention's output is added to them and must not turn them away.
 _ALONG, _ALONG_BEHIND = 8.0, 64.0
 # At least so many rows must be routed alike for the others to count as near ties.
 LEAST_ROUTED_ALIKE = 0.75
