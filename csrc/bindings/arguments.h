@@ -43,12 +43,9 @@ struct ChannelBox {
   }
 };
 
-// Where the plug-in of a backend lies: next to the core, or else in an installed package for cards,
-// of which only Python knows.
-
-// Returns the folder of the core where the plug-in lies in it or no package has one, and else the
-// package's. Needs the GIL. Raises what `card_packages.directory_of` raises: UnsupportedError for a
-// package of another core.
+// Returns the folder of a backend's plug-in: the core's own where it lies there or no package
+// brings one, else that package's, which only Python can find. Needs the GIL. Raises what
+// `card_packages.directory_of` raises: UnsupportedError for a package of another core.
 std::string plugin_directory(const std::string& backend);
 
 }  // namespace dflash::bindings

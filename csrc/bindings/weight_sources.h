@@ -44,7 +44,7 @@ std::vector<std::shared_ptr<store::MappedFile>> files_of(
 // Reads what matrix_source reads, or (address, format, outputs, inputs, output_stride,
 // input_stride) of memory, followed, where scales lie apart, by (address, row stride in bytes).
 compute::MatrixView file_or_memory_matrix(const pybind11::object& source);
-// Reads what vector_source reads, or (address, dtype, count, stride) of memory.
+// Reads what vector_source reads, or (address, dtype, count, stride in elements) of memory.
 compute::VectorView file_or_memory_vector(const pybind11::object& source);
 
 }  // namespace dflash::bindings

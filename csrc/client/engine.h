@@ -7,8 +7,10 @@
 //   Answers   answers.h   what arrives
 //   Losses    losses.h    gives up workers, and calls whose time has passed
 //
-// Who of a shard's holders is asked for a slice is said by pick_holder() (router.h): the one that
-// stands best, of these the one with the shortest backlog, of these the one that is named first.
+// Who of a shard's holders is asked for a slice is said by router.h: one that has to answer
+// something before it is trusted again, if there is one, and others soon if it does not; else the
+// one that stands best, of these the one with the shortest backlog, of these the one that is named
+// first.
 //
 // Not thread-safe: whoever has the turn (turn.h) uses it.
 // SPDX-License-Identifier: Apache-2.0

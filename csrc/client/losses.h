@@ -1,5 +1,6 @@
-// When a worker or a call is given up. A worker is by the first of three grounds: its pulses end,
-// its progress counter stands still while it owes something, or it answers nothing.
+// When a worker or a call is given up. A worker is by whichever of three grounds comes first: its
+// pulse connection ends, its progress counter stands still while it owes something, or it answers
+// nothing.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

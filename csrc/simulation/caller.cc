@@ -1,5 +1,6 @@
-// Every call ends once, by its deadline, with the right bits or with a typed error that something
-// broken explains; after its end nobody touches its output.
+// What every call of a simulation is judged by: it ends once, by its deadline, with the right bits
+// or with a typed error that an injected fault explains, and after its end nobody touches its
+// output.
 // SPDX-License-Identifier: Apache-2.0
 #include "simulation/caller.h"
 

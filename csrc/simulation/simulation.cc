@@ -90,7 +90,8 @@ class SimulatedHost {
     world_.away_ns = away_ns + world_.scheduler.now_ns() - began;
   }
 
-  // A look at everything: it submits what is due, and waits.
+  // One turn of the host: looks after the workers, submits a call if one is due, and waits for
+  // answers, or sleeps until the next look where no call is under way.
   void turn() {
     keeper_.look();
     const int64_t now = world_.scheduler.now_ns();

@@ -295,7 +295,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "prefix_cache", None, f"{PREFIX}ENGINE_PREFIX_CACHE", "engine.prefix_cache", on_off, "on, off", True, "on",
-        "Keeps keys and values of finished requests for prompts that begin alike", "on|off",
+        "Keeps keys and values of requests, for prompts that begin alike", "on|off",
     ),
     Setting(
         "cpu_isa", None, f"{PREFIX}CPU_ISA", None, choice(*ISAS), ", ".join(ISAS), None, "best of this CPU",

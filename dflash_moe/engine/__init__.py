@@ -4,8 +4,8 @@ thread that goes from step to step: plan, begin, run, sample, commit, deliver.
 - `schedule` plans: who decodes, which part of which prompt is computed, what a prefix cache has
   already, and who gives up blocks when none are left (the youngest, which is computed again).
 - `step_run` runs a plan and judges drafts (`speculate`, `prompt_lookup`, `step_price`,
-  `sampling/acceptance`). Where a step fails its requests end with the error, and all others are
-  as before.
+  `sampling/acceptance`). Where a step fails all requests that are in it end with the error, no
+  token of it is left in the cache, and it is not tried again; all others are as before.
 - `sampling/sample` makes tokens of logits; beside it `sampling_params`, what was asked for,
   `sampling_state`, what is remembered of a request, `draw`, the random part, `token_masks`, what a
   grammar allows, and `logprobs`.

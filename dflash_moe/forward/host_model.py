@@ -154,13 +154,11 @@ def open_host_model(
     dtype = model.dtype
     with without_experts(model):
         probe = probe_attention(model)
+        latent = {} if probe.refusal else _take_latent_heads(model, pool, probe, numerics, stored_heads or {})
         if probe.refusal:
             report = TakeoverReport(type(model).__name__, not_paged=probe.refusal)
             log.info("%s: attention is not paged: %s", report.class_name, probe.refusal)
             return HostModel(model, report, None)
-        latent = _take_latent_heads(model, pool, probe, numerics, stored_heads or {})
-        if probe.refusal:
-            return HostModel(model, TakeoverReport(type(model).__name__, not_paged=probe.refusal), None)
         report = take_over(model, pool, numerics, placed, probe.read_modules)
         torch.set_num_threads(1)
         packed, pages = _pages(model, dtype, pool, probe, latent, kv_memory, kv_dtype, most)
@@ -168,6 +166,8 @@ def open_host_model(
         report.not_independent = find_dependence(packed)
         if not report.not_independent and packed.loop is None and _has_readers(packed, probe):
             report.not_independent = find_far_dependence(packed)
+    for line in report.lines():
+        log.info("%s", line)
     if report.not_independent:
         log.warning("%s: rows depend on their batch: %s", report.class_name, report.not_independent)
     return HostModel(model, report, packed)

@@ -147,7 +147,8 @@ class Life:
     name: str
     policy: RestartPolicy
     rng: random.Random
-    # A worker that somebody starts by hand is dialled for ever: out of reach is no death of it.
+    # False for a worker that somebody starts by hand: it is dialled without end while it is out of
+    # reach, and only a loss after both ends have greeted counts as a death.
     is_started_by_host: bool = True
     state: State = State.GONE
     # Why it is not ready, empty where nothing is wrong; of a ready member, why it was not before.

@@ -7,9 +7,9 @@ uses `ffn`, `checkpoint` and what they need, without torch and transformers; the
   class on toys (`tensor_names`, `probe`, `gates`, `shrink`);
   `gguf_architectures/gguf_experts` reads them off a GGUF file. `ffn` is the formula of an expert.
 - `expert_tensors` finds the matrices of one expert, `expert_loading` loads experts into a resident
-  shard, `expert_store` lends it, `scrub` reads it again to find flipped bits. Which format weights
-  are kept in is decided by formats/weight_formats.py, whether packed or mapped by
-  placement/plan.py.
+  shard (a worker's way there is workers/loader.py), `expert_store` lends it, `scrub` reads it again
+  to find flipped bits. In which format weights are kept says `workers[].weights`, by the table of
+  model/formats/weight_formats.py; whether packed or mapped, placement/plan.py.
 - `host_size`, `dense_tensors` and `sizing` are the host's own part, for `plan` and for loading.
 - `refusals`, `first_look` and `config_limits` are what is said of files that will not do.
 

@@ -9,7 +9,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from dflash_moe.operators.norms import HostNorm, norm_forms
 from dflash_moe.operators.probes import SCALES, probe_rows
 from dflash_moe.operators.report import Finding, TakeoverReport
 from dflash_moe.operators.routers import HostRouter, find_form, find_signature, matrix_of, router_excess
-
-log = logging.getLogger(__name__)
 
 # An error of at most what is allowed.
 _PROVEN = 1.0
@@ -86,8 +83,6 @@ class Takeover:
                 except (RuntimeError, TypeError, ValueError, IndexError) as error:
                     self._keep(name, module, f"it does not take rows: {type(error).__name__}")
         self._model.state_dict = _refuse_state_dict
-        for line in self.report.lines():
-            log.info("%s", line)
         return self.report
 
     # -- linear layers -------------------------------------------------------------------------

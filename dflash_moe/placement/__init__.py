@@ -1,11 +1,12 @@
 """Placement says who holds which experts: arithmetic over the sizes of layers and a topology, which
 knows no process and no file.
 
-- `policies` assigns experts to holders: `even` (equal numbers), `memory` (in proportion to it),
-  `explicit` (as the topology says), after what the host keeps first. `plan` makes shards of that,
-  with replicas (`replicas`), packed or mapped layouts, and checks the memory of each holder.
-  `imposed` takes a shard map that is fixed already, `elastic` says what a worker that is added
-  takes.
+- `policies` assigns experts to holders in runs of ascending ids, the host's own first and then
+  workers in the topology's order: `even` (equal numbers), `memory` (in proportion to what `memory:`
+  leaves after earlier layers), `explicit` (as the topology says; the host gets what it leaves out).
+- `plan` makes shards of that, with replicas (`replicas`), packed or mapped layouts, and checks the
+  memory of each holder. `imposed` takes a shard map that is fixed already, `elastic` says what a
+  worker that is added takes.
 - `numerics` and `formats` check that classes and formats of a layer's holders fit together;
   `preset` chooses classes for who asked for none. `remedies` and `fallback` say who answers once a
   holder is lost, and why others do not.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -58,12 +59,14 @@ def test_all_layers_are_taken_and_looped_over(arch, dtype):
 
 
 @pytest.mark.parametrize("arch", STAYING)
-def test_a_layer_without_a_block_form_is_named(arch):
+def test_a_layer_without_a_block_form_is_named_in_report_and_log(arch, caplog):
+    caplog.set_level(logging.INFO, "dflash_moe")
     with start(arch, "f32") as runtime:
         host = opened(runtime, arch)
         found = layers(host)
         assert [finding.operator for finding in found] == [""] * NUM_LAYERS
         assert all(STAYING[arch] in finding.reason for finding in found)
+        assert any("stays in torch" in line and STAYING[arch] in line for line in caplog.messages)
         assert host.packed.loop is None
 
 

@@ -86,8 +86,9 @@ void write_row(const RowsTarget& target, uint64_t row, uint32_t width, const flo
   convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values), target.dtype, to, width);
 }
 
-// Calls body(first, last) for runs of rows, on threads of the pool where all rows together have
-// `num_rows` * `row_values` values of more than one task.
+// Calls body(first, last) for runs of rows on the pool's threads. There is a run for each
+// kTaskValues values of all rows together (a row has `row_values`), one at least, and at most one
+// for each row.
 template <class Body>
 void over_rows(ThreadPool& pool, uint32_t num_rows, uint64_t row_values, const Body& body) {
   if (num_rows == 0) return;

@@ -41,8 +41,8 @@ struct CheckpointLayout {
   // Outputs and inputs that share a scale. In plain FP8 scale_outputs is 1 where every output has a
   // row of its own, and otherwise 0.
   uint32_t scale_outputs = 0, scale_inputs = 0;
-  // Zero points, packed as eight outputs in a word: rows are those of the scales, but in
-  // compressed-tensors a row is eight outputs. Null: all are 8.
+  // Zero points, those of eight neighbouring outputs in a 32-bit word: [group, output / 8], but in
+  // compressed-tensors [output / 8, group]. Null: all are 8.
   const std::byte* zeros = nullptr;
   int64_t zeros_stride = 0;  // in bytes
 };

@@ -27,12 +27,10 @@ MatrixView plain_rows(const MatrixView& matrix, uint32_t first, uint32_t count,
 // Returns a matrix that is plain as it is, and otherwise plain rows of all outputs.
 MatrixView plain_matrix(const MatrixView& matrix, std::vector<std::byte>& made);
 
-// Reads rows of a matrix from the file in which it lies, instead of through the mapping.
-
-// Returns how many outputs one read of the file takes, in multiples of `unit`, or 0 if they are to
-// be read through the mapping. That is so where the rows lie in plain memory, and where they lie
-// far apart because another matrix is between them or outputs are side by side. A read begins where
-// its scales begin. Rows that are made plain are always taken so.
+// Returns how many outputs to read from the file at a time: a multiple of `unit` that begins at a
+// row of scales. 0 means to read through the mapping, for plain memory and for rows that lie far
+// apart, because another matrix is between them or outputs are side by side. It is never 0 for a
+// matrix that has to be made plain.
 uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t unit);
 
 // Makes `part`, which comes as a copy of the whole matrix's view, the view of `count` outputs from

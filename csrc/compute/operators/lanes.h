@@ -58,7 +58,8 @@ inline void store_block(float* to, const LaneBlock<V>& block, uint32_t count) {
   }
 }
 
-// A block whose vectors are body(vector of a, ...) of the given blocks'.
+// Applies `body` to the vectors that the given blocks have at each place, and returns the block of
+// its results.
 template <class V, class Body, class... Blocks>
 inline LaneBlock<V> map_block(const Body& body, const Blocks&... blocks) {
   LaneBlock<V> result;

@@ -129,8 +129,9 @@ double steepest(Activation activation, double reach) {
   return INFINITY;
 }
 
-// Encloses an intermediate value before it is rounded. `kStep` covers the float32 operations of an
-// activation, which are at most eight.
+// Sets `center` and `error` such that center +- error encloses gate(g, u), before it is rounded,
+// for every g within g_error and every u within u_error. `kStep` covers the float32 operations of
+// an activation, which are at most eight.
 void enclose_gate(const FfnSpec& spec, double g, double g_error, double u, double u_error,
                   double& center, double& error) {
   constexpr double kStep = 0x1p-20;

@@ -107,7 +107,8 @@ class StreamChannel final : public Channel {
   }
 
  private:
-  // Returns true if bytes were taken. A failure is kept for poll() and publish().
+  // Sends on what is queued. Returns whether the socket took some of it; a failure is kept for
+  // poll() and publish().
   bool flush() {
     if (send_failure_) return false;
     if (queue_.is_empty()) {

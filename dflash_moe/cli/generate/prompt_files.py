@@ -71,7 +71,8 @@ def _has_lines(path: Path, text: str) -> bool:
     suffix = path.suffix.lower()
     if suffix in (LINES_SUFFIX, TEXT_SUFFIX):
         return suffix == LINES_SUFFIX
-    # Nobody has such a text completed as a whole.
+    # A file with another ending has prompts by lines if each line is a prompt's JSON: nobody wants
+    # that completed as one text.
     lines = [line for line in text.split("\n") if line.strip()]
     return bool(lines) and all(_is_prompt_object(line) for line in lines)
 

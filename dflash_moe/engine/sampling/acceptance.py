@@ -72,7 +72,7 @@ class Acceptance:
         self._engine = _Decayed()
         self._requests: dict[Hashable, _Request] = {}
         self._credit = PROBE_CREDIT
-        # How often a request that had drafts by its estimate ceased to have them.
+        # How often a request that had drafts got no more, since they were not expected to pay.
         self.switched_off = 0
 
     def probability(self, key: Hashable | None = None) -> float:

@@ -123,7 +123,9 @@ struct QuantizedKernel {
     return panel + k / kLayout.record_inputs * kLayout.record_bytes() * kPanelWidth<V>;
   }
 
-  // One K block of NP panels, group by group; the last group may be cut short by the matrix's end.
+  // Multiplies M rows with NP panels over inputs [k_begin, k_end), which are one K block, and adds
+  // the sums to `tile`, or stores them where it is the first block. Weights are opened a group at a
+  // time; the end of the matrix may cut the last one short.
   template <int M, int NP>
   static void chain(const float* const* rows, const Streams& streams, uint32_t k_begin,
                     uint32_t k_end, float* tile, size_t tile_stride) {

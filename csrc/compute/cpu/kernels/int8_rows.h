@@ -4,7 +4,7 @@
 // group whose scale is zero has codes 0; one that holds NaN or infinity has codes 0 and a NaN
 // scale. These are plain loops, which the compiler vectorises for each kernel file. They are
 // templates over the file's vector type, so that no file's instantiations are linked into another.
-// No std:: code.
+// No std:: code either: its instantiations could be linked into portable callers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,4 +1,5 @@
-// The kernels for AVX-512 (F, BW, VL, DQ) on float32 weights.
+// The kernels of f32-canonical for AVX-512 (F, BW, VL, DQ): weights of every format are widened to
+// float32.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include "compute/cpu/kernels/vector_avx512.h"

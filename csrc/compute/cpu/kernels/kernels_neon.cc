@@ -1,4 +1,5 @@
-// The kernels for NEON, which every AArch64 has, on float32 weights.
+// The kernels of f32-canonical for NEON, which every AArch64 has: weights of every format are
+// widened to float32.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
 #include "compute/cpu/kernels/vector_neon.h"

@@ -1,4 +1,5 @@
-// The kernels that compute one lane at a time, for every processor, on float32 weights.
+// The kernels of f32-canonical that compute one lane at a time, for every processor: weights of
+// every format are widened to float32.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/vector_scalar.h"
 
