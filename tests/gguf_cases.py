@@ -75,8 +75,8 @@ def write_experts(
 def _add(writer: Any, name: str, shape: tuple[int, ...], format_name: str, rng: np.random.Generator) -> None:
     import gguf
 
-    from dflash_moe.testing.gguf_files import QUANTISABLE
-    from dflash_moe.testing.weight_blocks import random_blocks
+    from bench.models.gguf_files import QUANTISABLE
+    from bench.models.weight_blocks import random_blocks
 
     kind = gguf.GGMLQuantizationType[format_name.removeprefix("gguf_").upper()]
     if format_name in QUANTISABLE:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from bench.models.families import tiny_options
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.forward.forward import PackedForward, StepRows, TokenSequence
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.testing.families import tiny_options
 
 PROMPT_TOKENS = 83
 # Where longrope changes from its short factors to its long ones, and scaled queries begin.

@@ -179,7 +179,7 @@ def eager_logits(path: Path, asked: SavedLogits) -> Array:
     """Returns the logits of the eager transformers model with the file's weights in float32."""
     import torch
 
-    from dflash_moe.testing.gguf_goldens import load_eager_model
+    from bench.models.gguf_goldens import load_eager_model
 
     with torch.inference_mode():
         model = load_eager_model(path)
@@ -261,10 +261,10 @@ PLANTED: dict[str, dict[str, Callable[[Path], Path]]] = {
 
 def _files(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[Path], Path]]]:
     """Yields the name of each file with what writes it."""
+    from bench.models.gguf_files import write_gguf
     from dflash_moe.model.formats.gguf_header import BLOCK_TYPES
     from dflash_moe.model.formats.weight_formats import STORED_NAMES
     from dflash_moe.model.make import MakeOptions, make_checkpoint
-    from dflash_moe.testing.gguf_files import write_gguf
 
     names = [STORED_NAMES[name] for name, _, _ in BLOCK_TYPES.values() if name in STORED_NAMES]
     wanted = set(given.only.split(",")) if given.only else None
@@ -278,7 +278,7 @@ def _files(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Calla
         if wanted is None or mix in wanted:
             yield f"mix {mix}", lambda path, mix=mix: _quantised(given.llama_bin, source, mix, path, folder)
     if given.llama_src is not None:
-        from dflash_moe.testing.gguf_sources import SOURCES
+        from bench.models.gguf_sources import SOURCES
 
         for name in SOURCES:
             if wanted is None or name in wanted:
@@ -286,7 +286,7 @@ def _files(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Calla
 
 
 def _quantised(bin_folder: Path, source: Path, mix: str, path: Path, folder: Path) -> Path:
-    from dflash_moe.testing.gguf_files import write_gguf
+    from bench.models.gguf_files import write_gguf
 
     plain, text, importance = folder / "plain.gguf", folder / "text.txt", folder / "importance.gguf"
     if not importance.is_file():
@@ -305,7 +305,7 @@ def _run_llama(*command: object) -> None:
 
 
 def _converted(llama_src: Path, name: str, path: Path, folder: Path) -> Path:
-    from dflash_moe.testing.gguf_sources import SOURCES, write_source
+    from bench.models.gguf_sources import SOURCES, write_source
 
     checkpoint = folder / f"{name}-source"
     write_source(name, checkpoint)

@@ -39,7 +39,7 @@ def main() -> int:
     given = _arguments()
     topology = Topology.local(2)
     options.prepare_host(topology)  # before torch is imported
-    from dflash_moe.testing.gguf_sources import SOURCES, write_source
+    from bench.models.gguf_sources import SOURCES, write_source
 
     names = given.only.split(",") if given.only else list(SOURCES)
     result = BenchResult("gguf_architectures", {"converter": "llama.cpp convert_hf_to_gguf.py", "outtype": "f32"})
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _examine(name: str, theirs: Any, folder: Path, given: argparse.Namespace, topology: Topology) -> dict[str, Any]:
-    from dflash_moe.testing import gguf_goldens as goldens
+    from bench.models import gguf_goldens as goldens
 
     file = folder / f"{name}.gguf"
     theirs.set_experts_implementation("eager")
@@ -86,7 +86,7 @@ def _examine(name: str, theirs: Any, folder: Path, given: argparse.Namespace, to
 
 def _convert(llama_src: Path, names: list[str], folder: Path) -> None:
     """Makes NAME.gguf of each checkpoint in `folder`, in one process: it imports torch."""
-    from dflash_moe.testing.gguf_sources import SOURCES
+    from bench.models.gguf_sources import SOURCES
 
     command = [sys.executable, str(CONVERTER), str(llama_src)]
     for name in names:

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _write_vocabulary(converter: Any) -> None:
-    from dflash_moe.testing.gguf_files import write_tokenizer
+    from bench.models.gguf_files import write_tokenizer
 
     write_tokenizer(converter.gguf_writer, converter.hparams["vocab_size"])
 

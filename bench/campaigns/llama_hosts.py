@@ -191,7 +191,7 @@ def _model(fmt: str) -> Path:
     source = reference_model(say=lambda line: print(line, file=sys.stderr))
     path = default_cache() / f"{source.name}-{fmt}.gguf"
     if not path.is_file():
-        from dflash_moe.testing.gguf_files import write_gguf
+        from bench.models.gguf_files import write_gguf
 
         print(f"making {path} (once)", file=sys.stderr)
         write_gguf(source, path.with_suffix(".partial"), fmt, host=fmt).rename(path)

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from bench.campaigns.harness import command_line
+from bench.models.tiny_gguf import tiny_gguf
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.testing.tiny import SAFETENSORS_DTYPES, routed_batch, tiny_checkpoint
-from dflash_moe.testing.tiny_gguf import tiny_gguf
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 64, 8, 1024, 512
 LAYOUTS = ("packed", "mapped")

@@ -4,8 +4,8 @@ settings of each family's own configuration one at a time, and compares all logi
     python -m bench.campaigns.odd_settings [--families NAME,...] [--most 3] \
         [--jobs 2] [--json bench/results/odd_settings.json]
 
-What settings there are is derived (dflash_moe/testing/odd_settings.py), and so is what may differ
-(dflash_moe/testing/family_sweep.py). A row for each family. Exit code 1 where a setting is wrong.
+What settings there are is derived (bench/models/odd_settings.py), and so is what may differ
+(bench/models/family_sweep.py). A row for each family. Exit code 1 where a setting is wrong.
 `--most` takes as many settings of each family that a proof of a layer is most likely to overlook.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -33,8 +33,8 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=0, help="odd settings of each family [all]")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="families at a time [cores]")
     arguments = parser.parse_args()
-    from dflash_moe.testing.families import families_on_interface
-    from dflash_moe.testing.odd_settings import TOKENS
+    from bench.models.families import families_on_interface
+    from bench.models.odd_settings import TOKENS
 
     families = arguments.families.split(",") if arguments.families else families_on_interface()
     params = {"families": len(families), "tokens": TOKENS, "dtype": "f32", "workers": 2, "most": arguments.most}
@@ -57,8 +57,8 @@ def sweep_family(arch: str, most: int) -> dict[str, Any]:
     import torch
     from transformers.utils import logging
 
-    from dflash_moe.testing.family_sweep import sweep
-    from dflash_moe.testing.odd_settings import most_dangerous
+    from bench.models.family_sweep import sweep
+    from bench.models.odd_settings import most_dangerous
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()

@@ -27,9 +27,9 @@ def main() -> int:
     arguments = parser.parse_args()
     topology = Topology.local(2)
     options.prepare_host(topology)  # before torch is imported
+    from bench.models.families import REQUIRED, tiny_options
     from dflash_moe.model.make import make_checkpoint
     from dflash_moe.proofs.verify import verify
-    from dflash_moe.testing.families import REQUIRED, tiny_options
 
     families = arguments.families.split(",") if arguments.families else list(REQUIRED)
     result = BenchResult("verify", {"workers": 2, "transport": "shared", "families": families})

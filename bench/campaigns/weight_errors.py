@@ -24,6 +24,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.campaigns.harness import ROOT, command_line
+from bench.models.quantised_files import quantise_fp8, quantise_mxfp4
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.integrations.host_weights import load_weights
 from dflash_moe.model.architecture import find_model_class, load_config
@@ -32,7 +33,6 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.formats.dequantize import dequantize, requantized
 from dflash_moe.model.formats.weight_formats import FORMATS
 from dflash_moe.proofs.rounded_inputs import inputs_rounded
-from dflash_moe.testing.quantised_files import quantise_fp8, quantise_mxfp4
 
 DEMO = ROOT / "bench" / "demo_model" / "dflash_moe_demo"
 NUMERICS = ("f32-canonical", "int8-groups")

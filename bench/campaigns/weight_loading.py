@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.campaigns.harness import command_line
+from bench.models.tiny_gguf import tiny_gguf
 from dflash_moe import _core
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
@@ -38,7 +39,6 @@ from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.testing.tiny import tiny_checkpoint, tiny_ffn
-from dflash_moe.testing.tiny_gguf import tiny_gguf
 
 # These sizes give 1.2 GB in bf16.
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 64, 2048, 768

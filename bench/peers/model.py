@@ -114,7 +114,7 @@ def model_path(folder: Path, shape: Shape, format_name: str, say: Say = lambda _
     with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=folder) as unfinished:
         made = Path(unfinished) / path.name
         if source is not None:
-            from dflash_moe.testing.gguf_files import write_gguf
+            from bench.models.gguf_files import write_gguf
 
             write_gguf(source, made, format_name, host=format_name)
         elif format_name == "bf16":
@@ -182,8 +182,8 @@ def write_random_codes(shape: Shape, path: Path, seed: int = SEED) -> None:
     import gguf
     import numpy as np
 
-    from dflash_moe.testing.gguf_files import write_tokenizer
-    from dflash_moe.testing.weight_blocks import random_blocks
+    from bench.models.gguf_files import write_tokenizer
+    from bench.models.weight_blocks import random_blocks
 
     kind = gguf.GGMLQuantizationType.Q4_K
     unit = gguf.quants.dequantize(random_blocks("q4_k", 256, 4096, seed=seed, spread=1.0), kind).std()

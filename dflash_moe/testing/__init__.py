@@ -1,5 +1,4 @@
-"""Checkpoints, batches and case tables that tests and benches share. Nothing else may import this
-package.
+"""The tiny checkpoint of nothing but experts that `bench ipc`, `bench fault` and tests use.
 
 SPDX-License-Identifier: Apache-2.0
 """

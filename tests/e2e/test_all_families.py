@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench.models.families import REQUIRED, families_on_interface, write_headers_only
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.spec import model_spec
-from dflash_moe.testing.families import REQUIRED, families_on_interface, write_headers_only
 
 pytestmark = [pytest.mark.transformers, pytest.mark.long]
 

@@ -18,9 +18,9 @@ import pytest
 pytest.importorskip("gguf")
 
 import dflash_moe as dm
+from bench.models.tiny_gguf import tiny_gguf
 from dflash_moe import _core
 from dflash_moe.model.gguf_architectures.gguf_experts import gguf_model_spec
-from dflash_moe.testing.tiny_gguf import tiny_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(_core.__file__).parent

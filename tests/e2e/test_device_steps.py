@@ -97,9 +97,9 @@ def test_a_models_decode_steps_give_the_tokens_of_plain_calls(tmp_path):
     pytest.importorskip("transformers")
     from transformers import DynamicCache
 
+    from bench.models.families import tiny_options
     from dflash_moe.integrations.transformers import expert_calls, load_model
     from dflash_moe.model.make import make_checkpoint
-    from dflash_moe.testing.families import tiny_options
 
     make_checkpoint(tiny_options("qwen3_moe", "f32"), tmp_path)
     prompt = torch.arange(80).reshape(1, 80) % 200

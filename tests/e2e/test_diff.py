@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from bench.models.families import tiny_options
 from dflash_moe import Topology, _core
 from dflash_moe.cli.main import run
 from dflash_moe.errors import ConfigError
@@ -24,7 +25,6 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.proofs.diff import Side, diff
 from dflash_moe.proofs.diff_report import DiffReport
-from dflash_moe.testing.families import tiny_options
 from tests.host_models import checkpoint
 
 MODEL = Path(__file__).parents[2] / "bench" / "demo_model" / "dflash_moe_demo" / "model"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe import ExpertRuntime
 from dflash_moe.forward.host_model import HostModel, open_host
 from dflash_moe.forward.one_sequence import OneSequenceForward, _tensor_bytes, measure_cache
 from dflash_moe.integrations.transformers import load_model, without_experts
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.operators.report import TakeoverReport
-from dflash_moe.testing.families import tiny_options
 from tests.engine_runs import Alone, EngineRun, asked, come_and_go, engine_run
 from tests.host_models import topology
 

@@ -22,7 +22,7 @@ def file(tmp_path_factory):
     """Returns the file that llama.cpp's converter made, with the matrices of heads quantised."""
     import numpy as np
 
-    from dflash_moe.testing.gguf_goldens import unpack
+    from bench.models.gguf_goldens import unpack
 
     folder = tmp_path_factory.mktemp("latents")
     reader = gguf.GGUFReader(str(unpack(GOLDENS, "deepseek2-v3", folder / "f32.gguf")))

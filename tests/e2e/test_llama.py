@@ -22,10 +22,10 @@ import pytest
 
 pytest.importorskip("gguf")
 
+from bench.models.tiny_gguf import tiny_gguf
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.gguf_architectures.gguf_experts import gguf_model_spec
 from dflash_moe.model.stub import write_stub
-from dflash_moe.testing.tiny_gguf import tiny_gguf
 from dflash_moe.topology import Topology
 from tests import handover_program
 

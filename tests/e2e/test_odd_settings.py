@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch
 
-from dflash_moe.testing.families import REQUIRED, families_on_interface
-from dflash_moe.testing.family_sweep import sweep, try_setting
-from dflash_moe.testing.odd_settings import OddSetting, most_dangerous
+from bench.models.families import REQUIRED, families_on_interface
+from bench.models.family_sweep import sweep, try_setting
+from bench.models.odd_settings import OddSetting, most_dangerous
 
 pytestmark = [pytest.mark.transformers, pytest.mark.timeout(600)]
 

@@ -12,11 +12,11 @@ import re
 import pytest
 import torch
 
+from bench.models.families import REQUIRED, families_on_interface
 from dflash_moe.errors import DflashError, UnsupportedError
 from dflash_moe.forward.host_model import open_host
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.testing.families import REQUIRED, families_on_interface
 from tests.host_models import checkpoint, logits_of, prompt, start
 
 pytestmark = [pytest.mark.transformers, pytest.mark.long]

@@ -17,13 +17,13 @@ pytest.importorskip("gguf")
 pytest.importorskip("torch")
 
 import dflash_moe as dm
+from bench.models import gguf_files
+from bench.models.gguf_files import write_gguf
 from dflash_moe import _core
 from dflash_moe.cli.main import run
 from dflash_moe.model.make import MakeOptions, make_checkpoint
 from dflash_moe.operators.layers.reads import packed_linears
 from dflash_moe.proofs.verify import verify
-from dflash_moe.testing import gguf_files
-from dflash_moe.testing.gguf_files import write_gguf
 from dflash_moe.testing.tiny import routed_batch
 from dflash_moe.topology.numerics import class_on
 

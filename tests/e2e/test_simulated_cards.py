@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe import ConfigError, ExpertRuntime, Topology, TopologyError, UnsupportedError, _core
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.testing.families import tiny_options
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import MemoryBudget, WorkerSpec
 from tests.expert_cases import Batch, Expected

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
 
+from bench.models.gguf_files import write_gguf  # noqa: E402
+from bench.models.quantised_files import write_fp8  # noqa: E402
 from dflash_moe.experts.expert_runtime import ExpertRuntime  # noqa: E402
 from dflash_moe.forward.forward import StepRows  # noqa: E402
 from dflash_moe.forward.host_model import open_host  # noqa: E402
 from dflash_moe.integrations.transformers import load_model  # noqa: E402
 from dflash_moe.model.make import MakeOptions, make_checkpoint  # noqa: E402
-from dflash_moe.testing.gguf_files import write_gguf  # noqa: E402
-from dflash_moe.testing.quantised_files import write_fp8  # noqa: E402
 from dflash_moe.topology import Topology  # noqa: E402
 
 OPTIONS = MakeOptions(

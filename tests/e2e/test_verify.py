@@ -10,11 +10,11 @@ import re
 
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe.cli.main import run
 from dflash_moe.holders.audit import contents
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.operators.report import OPERATORS
-from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe import Topology, _core
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.testing.families import tiny_options
 from dflash_moe.topology.numerics import class_on
 
 BF16_CLASS = class_on("bf16", "cpu")

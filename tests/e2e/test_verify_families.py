@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from bench.models.families import REQUIRED, tiny_options
 from dflash_moe import Topology
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.operators.report import OPERATORS
-from dflash_moe.testing.families import REQUIRED, tiny_options
 
 pytestmark = pytest.mark.transformers
 

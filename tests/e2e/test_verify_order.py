@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.models.families import tiny_options
+from bench.models.gguf_files import write_gguf
 from dflash_moe import Topology, _core
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.testing.families import tiny_options
-from dflash_moe.testing.gguf_files import write_gguf
 
 pytestmark = pytest.mark.transformers
 

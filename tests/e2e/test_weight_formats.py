@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import dflash_moe as dm
+from bench.models.int4_files import write_int4
+from bench.models.quantised_files import write_fp8, write_mxfp4
 from dflash_moe.cli.main import run
 from dflash_moe.model.make import MakeOptions, make_checkpoint
-from dflash_moe.testing.int4_files import write_int4
-from dflash_moe.testing.quantised_files import write_fp8, write_mxfp4
 
 pytestmark = pytest.mark.transformers
 
@@ -57,7 +57,7 @@ def verified(tmp_path, capsys):
 
 def gguf_file(source, path, *formats: str):
     pytest.importorskip("gguf", reason="the gguf package is an extra of the tests")
-    from dflash_moe.testing.gguf_files import write_gguf
+    from bench.models.gguf_files import write_gguf
 
     return write_gguf(source, path, formats[0], down=formats[-1])
 

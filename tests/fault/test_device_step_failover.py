@@ -226,9 +226,9 @@ def test_a_models_tokens_stay_the_same_through_a_replay(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from transformers import DynamicCache
 
+    from bench.models.families import tiny_options
     from dflash_moe.integrations.transformers import load_model
     from dflash_moe.model.make import make_checkpoint
-    from dflash_moe.testing.families import tiny_options
 
     make_checkpoint(tiny_options("qwen3_moe", "f32"), tmp_path)
     topology = Topology.parse(TOPOLOGY % (CARD, 2, "", ""))

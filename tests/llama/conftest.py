@@ -39,7 +39,7 @@ def architectures(llama: Llama, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="session")
 def demo_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model with experts and all else in F16."""
-    from dflash_moe.testing.gguf_files import write_gguf
+    from bench.models.gguf_files import write_gguf
 
     return write_gguf(DEMO_MODEL, tmp_path_factory.mktemp("demo") / "demo-f16.gguf", "f16", host="f16")
 

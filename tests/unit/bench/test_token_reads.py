@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from bench.models.families import tiny_options
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.bench.forward import measure_once
 from dflash_moe.bench.model_host import local_topology
@@ -23,7 +24,6 @@ from dflash_moe.forward.host_model import open_host
 from dflash_moe.integrations.transformers import expert_calls
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.operators.layers.reads import dense_bytes, kv_bytes, packed_linears
-from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import dflash_moe
+from bench.models.families import tiny_options
 from dflash_moe.config import MemoryBudget
 from dflash_moe.forward.forward import PackedForward, StepRows
 from dflash_moe.forward.halves.micro_batches import MicroBatches
@@ -28,7 +29,6 @@ from dflash_moe.forward.torch_model import page_torch_model
 from dflash_moe.model.architecture import find_experts, find_model_class
 from dflash_moe.model.make import build_config
 from dflash_moe.operators.step_context import StepContext, current_step
-from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.models.families import tiny_options
 from dflash_moe.config import BLOCK_TOKENS, MemoryBudget
 from dflash_moe.errors import ConfigError
 from dflash_moe.forward import torch_model
@@ -22,7 +23,6 @@ from dflash_moe.forward.torch_model import page_torch_model, split_budget
 from dflash_moe.model.architecture import find_model_class
 from dflash_moe.model.make import build_config
 from dflash_moe.operators import attention_probe
-from dflash_moe.testing.families import tiny_options
 
 FREE = 1 << 30
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.testing.families import tiny_options
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.transformers

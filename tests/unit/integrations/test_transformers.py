@@ -11,10 +11,10 @@ import dataclasses
 
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.errors import CheckpointError, ConfigError
 from dflash_moe.model.make import build_model, make_checkpoint
-from dflash_moe.testing.families import tiny_options
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

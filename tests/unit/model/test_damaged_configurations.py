@@ -14,6 +14,7 @@ import shutil
 
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError
 from dflash_moe.integrations.tokenizer import load_tokenizer
 from dflash_moe.model.checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from dflash_moe.model.inspect import inspect_model
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.model.spec import model_spec
 from dflash_moe.telemetry.memory import process_memory
-from dflash_moe.testing.families import tiny_options
 from dflash_moe.testing.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.transformers

@@ -23,14 +23,14 @@ OFFSET = "qwen35moe"
 
 
 def unpacked(name, folder):
-    from dflash_moe.testing.gguf_goldens import unpack
+    from bench.models.gguf_goldens import unpack
 
     return unpack(GOLDENS, name, folder / f"{name}.gguf")
 
 
 def differing(name, folder):
     """Returns the names of the parameters that our reader finds otherwise than the source has."""
-    from dflash_moe.testing.gguf_goldens import Golden, digests, load_eager_model
+    from bench.models.gguf_goldens import Golden, digests, load_eager_model
 
     expected = Golden.read(GOLDENS, name).digests
     found = digests(load_eager_model(unpacked(name, folder)))
@@ -59,7 +59,7 @@ def test_the_documents_table_is_that_of_the_code():
 
 
 def test_there_is_a_file_for_every_source():
-    from dflash_moe.testing.gguf_sources import SOURCES
+    from bench.models.gguf_sources import SOURCES
 
     assert sorted(SOURCES) == NAMES
 
@@ -68,8 +68,7 @@ def test_there_is_a_file_for_every_source():
 def test_the_model_is_that_of_the_source(name, tmp_path):
     from transformers import AutoConfig
 
-    from dflash_moe.model.architecture import find_model_class
-    from dflash_moe.testing.gguf_goldens import (
+    from bench.models.gguf_goldens import (
         Golden,
         digests,
         load_eager_model,
@@ -77,6 +76,7 @@ def test_the_model_is_that_of_the_source(name, tmp_path):
         logits_excess,
         parameters,
     )  # fmt: skip
+    from dflash_moe.model.architecture import find_model_class
 
     golden = Golden.read(GOLDENS, name)
     ours = load_eager_model(unpacked(name, tmp_path))
@@ -194,7 +194,7 @@ def rewritten(source, path, changed):
 
 def test_a_file_in_which_keys_and_values_expand_as_one_is_the_same_model(tmp_path):
     """Older files hold the matrix of MLA as published, and the sizes of whole heads."""
-    from dflash_moe.testing.gguf_goldens import Golden, digests, load_eager_model
+    from bench.models.gguf_goldens import Golden, digests, load_eager_model
 
     name = "deepseek2-v3"
     path = with_joined_latents(unpacked(name, tmp_path), tmp_path / "joined.gguf")

@@ -29,7 +29,7 @@ def source(request, tmp_path_factory):
 
 
 def write(source, path, *args, **more):
-    from dflash_moe.testing.gguf_files import write_gguf
+    from bench.models.gguf_files import write_gguf
 
     return write_gguf(source, path, *args, **more)
 
@@ -114,8 +114,8 @@ def test_layers_keep_the_formats_they_are_stored_in(source, tmp_path):
 
 
 def test_a_split_file_is_the_same_model(source, tmp_path):
+    from bench.models.gguf_files import split_gguf
     from dflash_moe.model.spec import model_spec
-    from dflash_moe.testing.gguf_files import split_gguf
 
     whole = write(source, tmp_path / "m.gguf", "q8_0")
     first = split_gguf(whole, tmp_path, 3)
@@ -143,7 +143,7 @@ def test_inspection_names_the_class_and_counts_layers_that_fit(source, tmp_path,
 
 
 def test_a_part_that_is_not_what_its_name_says_is_refused(source, tmp_path):
-    from dflash_moe.testing.gguf_files import split_gguf
+    from bench.models.gguf_files import split_gguf
 
     first = split_gguf(write(source, tmp_path / "m.gguf", "q8_0"), tmp_path, 3)
     second, third = first.with_name("m-00002-of-00003.gguf"), first.with_name("m-00003-of-00003.gguf")
@@ -158,7 +158,7 @@ def test_a_part_that_is_not_what_its_name_says_is_refused(source, tmp_path):
 
 
 def test_a_part_that_was_cut_short_is_refused(source, tmp_path):
-    from dflash_moe.testing.gguf_files import split_gguf
+    from bench.models.gguf_files import split_gguf
 
     first = split_gguf(write(source, tmp_path / "m.gguf", "q8_0"), tmp_path, 3)
     second = first.with_name("m-00002-of-00003.gguf")

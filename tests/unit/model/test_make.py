@@ -10,11 +10,11 @@ import dataclasses
 
 import pytest
 
+from bench.models.families import REQUIRED, tiny_options
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.inspect import inspect_model
 from dflash_moe.model.make import MakeOptions, build_config, make_checkpoint, write_tokenizer
-from dflash_moe.testing.families import REQUIRED, tiny_options
 
 pytestmark = pytest.mark.transformers
 

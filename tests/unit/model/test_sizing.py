@@ -44,7 +44,7 @@ def facts(sizes):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_file_alone_says_what_the_models_own_code_says(name, tmp_path):
-    from dflash_moe.testing.gguf_goldens import unpack
+    from bench.models.gguf_goldens import unpack
 
     path = unpack(GOLDENS, name, tmp_path / f"{name}.gguf")
     quick, slow = both(path)
@@ -53,8 +53,8 @@ def test_the_file_alone_says_what_the_models_own_code_says(name, tmp_path):
 
 @pytest.mark.parametrize(("family", "host"), [("qwen3_moe", "q4_k"), ("qwen2_moe", "q6_k"), ("gpt_oss", "q8_0")])
 def test_quantised_matrices_count_as_they_are_kept(family, host, tmp_path):
+    from bench.models.gguf_files import write_gguf
     from dflash_moe.model.make import MakeOptions, make_checkpoint
-    from dflash_moe.testing.gguf_files import write_gguf
 
     made = MakeOptions(family, num_layers=2, hidden_size=256, num_experts=4, top_k=2, moe_intermediate_size=256, dtype="f32")
     make_checkpoint(made, tmp_path / "source")
@@ -67,7 +67,7 @@ def test_quantised_matrices_count_as_they_are_kept(family, host, tmp_path):
 
 def test_matrices_that_the_loader_turns_do_not_count_as_stored(tmp_path):
     """The queries and keys of this architecture are dequantised."""
-    from dflash_moe.testing.gguf_goldens import unpack
+    from bench.models.gguf_goldens import unpack
 
     checkpoint = Checkpoint.open(unpack(GOLDENS, "llama", tmp_path / "m.gguf"))
     turned = [name for name in checkpoint.tensors if name.split(".")[-2] in ARCHITECTURES["llama"].remade]
@@ -75,7 +75,7 @@ def test_matrices_that_the_loader_turns_do_not_count_as_stored(tmp_path):
 
 
 def test_neither_torch_nor_transformers_is_imported(tmp_path):
-    from dflash_moe.testing.gguf_goldens import unpack
+    from bench.models.gguf_goldens import unpack
 
     path = unpack(GOLDENS, "qwen3moe", tmp_path / "m.gguf")
     program = (

@@ -11,10 +11,10 @@ import json
 
 import pytest
 
+from bench.models.families import tiny_options
 from dflash_moe.errors import CheckpointError, ConfigError, UnsupportedError
 from dflash_moe.model.make import build_model, make_checkpoint
 from dflash_moe.model.spec import layer_numbers, model_spec
-from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
 

@@ -163,7 +163,7 @@ def test_what_workers_cannot_compute_is_kept_whole(tmp_path):
 
 @pytest.mark.parametrize("target", ["s.gguf", "s-00002-of-00003.gguf"])
 def test_a_split_model_has_a_stub_of_every_part(tmp_path, target):
-    from dflash_moe.testing.gguf_files import split_gguf
+    from bench.models.gguf_files import split_gguf
 
     folder = tmp_path / "split"
     folder.mkdir()
@@ -316,7 +316,7 @@ def test_a_file_system_without_links_gets_the_stub_as_well(tmp_path, monkeypatch
 
 
 def test_of_a_split_stub_that_cannot_be_finished_no_part_remains(tmp_path):
-    from dflash_moe.testing.gguf_files import split_gguf
+    from bench.models.gguf_files import split_gguf
 
     folder, out = tmp_path / "split", tmp_path / "out"
     folder.mkdir()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers.masking_utils import create_chunked_causal_mask
 
+from bench.models.families import tiny_options
 from dflash_moe import _core
 from dflash_moe.model.make import build_model
 from dflash_moe.operators.attention_probe import probe_attention
 from dflash_moe.operators.takeover import take_over
-from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
 

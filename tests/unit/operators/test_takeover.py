@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.models.families import REQUIRED, tiny_options
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.make import build_model
@@ -21,7 +22,6 @@ from dflash_moe.operators.linear import HostEmbedding
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.routers import HostRouter
 from dflash_moe.operators.takeover import Takeover, take_over
-from dflash_moe.testing.families import REQUIRED, tiny_options
 
 pytestmark = pytest.mark.transformers
 

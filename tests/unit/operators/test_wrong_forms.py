@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.models.families import tiny_options
 from dflash_moe import _core
 from dflash_moe.model.make import build_model
 from dflash_moe.operators import latent_proof, routers, takeover
@@ -26,7 +27,6 @@ from dflash_moe.operators.report import TakeoverReport
 from dflash_moe.operators.router_form import RouterForm
 from dflash_moe.operators.routers import HostRouter, find_form, find_signature, router_excess
 from dflash_moe.operators.takeover import take_over
-from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
 

@@ -10,9 +10,9 @@ import copy
 
 import pytest
 
+from bench.models.families import tiny_options
+from bench.models.quantised_files import write_fp8, write_mxfp4
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.testing.families import tiny_options
-from dflash_moe.testing.quantised_files import write_fp8, write_mxfp4
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.transformers

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.models.families import tiny_options
+from bench.models.quantised_files import write_fp8, write_mxfp4
 from dflash_moe.model.make import make_checkpoint
-from dflash_moe.testing.families import tiny_options
-from dflash_moe.testing.quantised_files import write_fp8, write_mxfp4
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.transformers
@@ -85,7 +85,7 @@ def test_quantised_weights_are_dequantised_layer_by_layer(arch, write, tmp_path)
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_files_of_llama_cpp_are_streamed_in_every_architecture(name, tmp_path):
-    from dflash_moe.testing.gguf_goldens import unpack
+    from bench.models.gguf_goldens import unpack
 
     path = unpack(GOLDENS, name, tmp_path / "model.gguf")
     for dtype in ("f32", "bf16"):
@@ -97,7 +97,7 @@ def test_files_of_llama_cpp_are_streamed_in_every_architecture(name, tmp_path):
 @pytest.mark.parametrize("experts", ["q4_k", "q6_k", "iq4_xs"])
 def test_blocks_are_dequantised_expert_by_expert(experts, tmp_path):
     pytest.importorskip("gguf")
-    from dflash_moe.testing.gguf_files import write_gguf
+    from bench.models.gguf_files import write_gguf
 
     make_checkpoint(replace(tiny_options("qwen3_moe"), hidden_size=256, moe_intermediate_size=256), tmp_path / "floats")
     path = write_gguf(tmp_path / "floats", tmp_path / "model.gguf", experts, host="q8_0")

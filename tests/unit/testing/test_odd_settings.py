@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.models import family_sweep
+from bench.models.families import tiny_options
+from bench.models.family_sweep import try_setting
+from bench.models.odd_models import default_text, odd_model, source_of
+from bench.models.odd_rotary import ORIGINAL_MAX
+from bench.models.odd_settings import TOKENS, WINDOW, OddSetting, most_dangerous, odd_settings, usual_fields
 from dflash_moe.model.make import build_config
-from dflash_moe.testing import family_sweep
-from dflash_moe.testing.families import tiny_options
-from dflash_moe.testing.family_sweep import try_setting
-from dflash_moe.testing.odd_models import default_text, odd_model, source_of
-from dflash_moe.testing.odd_rotary import ORIGINAL_MAX
-from dflash_moe.testing.odd_settings import TOKENS, WINDOW, OddSetting, most_dangerous, odd_settings, usual_fields
 
 pytestmark = pytest.mark.transformers
 

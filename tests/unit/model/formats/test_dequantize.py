@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench.models.weight_blocks import random_blocks
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.formats.dequantize import E4M3, dequantize, e8m0, quantize_int, requantized
 from dflash_moe.model.formats.weight_formats import FORMATS, RESIDENT_CHOICES, STORED_NAMES, common_format, resident_formats
-from dflash_moe.testing.weight_blocks import random_blocks
 
 PACKED_FORMATS = (
     "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4", "iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s",

@@ -12,13 +12,13 @@ import re
 import numpy as np
 import pytest
 
+from bench.models.int4_files import METHODS, pack, quantise_int4, quantization_of
 from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_tensors import check_expert, matrix_source
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
 from dflash_moe.model.formats.dequantize import dequantize
-from dflash_moe.testing.int4_files import METHODS, pack, quantise_int4, quantization_of
 from tests.unit.model.int4_blocks import BLOCKS, Block
 
 CASES = [(method, number) for method in METHODS for number in range(3)]

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import pytest
 
+from bench.models.quantised_files import quantise_fp8, quantise_mxfp4, write_fp8, write_mxfp4
 from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
@@ -19,7 +20,6 @@ from dflash_moe.model.expert_tensors import check_expert, expert_sources, matrix
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
 from dflash_moe.model.formats.dequantize import E4M3, dequantize
 from dflash_moe.model.make import MakeOptions, make_checkpoint
-from dflash_moe.testing.quantised_files import quantise_fp8, quantise_mxfp4, write_fp8, write_mxfp4
 
 
 def write(path, tensors: dict[str, tuple[str, np.ndarray]]):

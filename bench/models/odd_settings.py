@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_moe.testing.odd_rotary import ORIGINAL_MAX, odd_rotary
+from bench.models.odd_rotary import ORIGINAL_MAX, odd_rotary
 
 # A prompt has so many tokens, and a model so many positions: four times the largest small size and
 # some more, so that it goes past each window and each multiple of it that a layer could look at.

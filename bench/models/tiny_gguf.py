@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.models.weight_blocks import random_blocks
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
 from dflash_moe.model.spec import LayerSpec, ModelSpec
 from dflash_moe.testing.tiny import layer_name
-from dflash_moe.testing.weight_blocks import random_blocks
 
 
 def tiny_gguf(

@@ -14,9 +14,9 @@ from typing import Any
 import gguf
 import numpy as np
 
+from bench.models.weight_blocks import random_blocks
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.formats.dequantize import dequantize
-from dflash_moe.testing.weight_blocks import random_blocks
 
 # The gguf package can quantise to these formats. Blocks of others are random: a test needs valid
 # weights, not good ones.

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from bench.models.odd_models import odd_model, rotary_width, source_of
+from bench.models.odd_settings import TOKENS, OddSetting, odd_settings
 from dflash_moe.errors import DflashError, UnsupportedError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.forward.forward import StepRows
@@ -23,8 +25,6 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.make import NUM_BYTES
 from dflash_moe.model.progress import quiet_progress
 from dflash_moe.proofs.eager_pass import model_logits
-from dflash_moe.testing.odd_models import odd_model, rotary_width, source_of
-from dflash_moe.testing.odd_settings import TOKENS, OddSetting, odd_settings
 from dflash_moe.topology import Topology
 
 # A prompt is computed in parts that begin at these tokens, the last ones token by token: within a

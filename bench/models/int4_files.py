@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.models.quantised_files import write_quantised
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.testing.quantised_files import write_quantised
 
 Array = np.ndarray[Any, Any]
 # A tensor by the end of its name: its dtype in safetensors, and its values or their bits.

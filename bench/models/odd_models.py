@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.models.families import tiny_options
+from bench.models.odd_settings import usual_fields
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.make import NUM_BYTES, build_model
-from dflash_moe.testing.families import tiny_options
-from dflash_moe.testing.odd_settings import usual_fields
 
 # So many of the 256 tokens may have an embedding along a row of a matrix.
 _ALONG_ROWS = 96
