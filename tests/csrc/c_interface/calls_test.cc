@@ -7,6 +7,7 @@
 #include <iostream>
 
 #include "c_interface/stand_ins.h"
+#include "failed.h"
 #include "foreign_float_mode.h"
 
 namespace dflash::c_interface {
@@ -135,7 +136,7 @@ TEST_CASE("a call that its worker does not answer ends by its own deadline") {
   scene.supervisor.workers[0]->is_silent = true;
   Tokens tokens(2);
   CHECK(run(scene.client, tokens) == DFLASH_MOE_TIMEOUT);
-  CHECK(error().find("worker w0 did not answer layer blk.5 within") != std::string::npos);
+  CHECK(error() == Has{"worker w0 did not answer layer blk.5 within"});
 }
 
 TEST_CASE("a client that is closed frees its calls, also those that nobody abandoned") {
@@ -196,7 +197,7 @@ TEST_CASE("a worker that hangs up is lost, which the supervisor is told once; th
   REQUIRE(scene.works());
   scene.supervisor.workers[1].reset();
   await_status(scene, DFLASH_MOE_WORKER_LOST);
-  CHECK(error().find("worker w1 was lost: ") != std::string::npos);
+  CHECK(error() == Has{"worker w1 was lost: "});
   const auto gone = scene.supervisor.receive<wire::WorkerGone>().first;
   CHECK(gone.worker == 1);
   CHECK_FALSE(gone.reason.empty());

@@ -1,6 +1,5 @@
-// Layers of a simulated card beside their class's reference twin, and what every class of cards is
-// held to: the twin's bits for few and many rows, in any order of threads, whatever lies beside a
-// row and in it; replies within the class's bounds.
+// Layers of simulated cards, and what the classes of cards are held to beyond compute/twins.h:
+// replies within the class's bounds, and records of rows.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -22,7 +21,7 @@
 #include "cards/record_layout.h"
 #include "cards/sim/sim_runtime.h"
 #include "compute/reference/reference.h"
-#include "compute/stored_experts.h"
+#include "compute/twins.h"
 
 namespace dflash::compute::gpu {
 
@@ -55,89 +54,38 @@ inline std::unique_ptr<ExpertLayer> layer_on(const Card& card, const FfnSpec& sp
                   card.numerics);
 }
 
-// A card's layer and its twin, of the same experts.
-struct Twins {
-  std::unique_ptr<ExpertLayer> reference, card;
-};
-
-template <class Weights>
-Twins twins_of(const Card& card, const FfnSpec& spec, uint32_t num_experts, ResidentFormats formats,
-               const Weights& experts, uint64_t seed = 1) {
-  Twins twins{make_reference_layer(spec, num_experts, formats, card.numerics),
-              layer_on(card, spec, num_experts, formats, seed)};
-  REQUIRE(experts.load_into(*twins.reference).ok());
-  REQUIRE(experts.load_into(*twins.card).ok());
-  return twins;
-}
-
-inline void check_same(const Twins& twins, const toy::Batch& batch) {
-  CHECK(toy::reply_of(*twins.card, batch) == toy::reply_of(*twins.reference, batch));
-}
-
-// Rows that all go to expert `id` alone: of so many of one expert as the kernels see.
-inline toy::Batch to_one_expert(const FfnSpec& spec, uint32_t rows, uint16_t id, uint32_t seed) {
-  toy::Batch batch = toy::Batch::random(spec, 1, rows, 1, seed);
-  batch.row_counts.assign(rows, 1);
-  batch.ids.assign(rows, id);
-  batch.weights.assign(rows, 0.75f);
-  return batch;
-}
-
-// A spec whose widths end inside a chain, a step, a group or a panel, as far as blocks of `format`
-// allow.
-inline FfnSpec uneven_spec_of(WeightFormat format) {
-  const uint32_t block = format_facts(toy::source_of(format)).block;
-  return block == 256  ? toy::spec_of(768, 256, 33)
-         : block == 32 ? toy::spec_of(288, 96, 33)
-                       : toy::spec_of(301, 77, 33);
-}
-
-// A row alone, tiles of few rows, tiles of many.
-inline void check_format(const Card& card, const FfnSpec& spec, ResidentFormats formats,
-                         uint32_t seed) {
-  const toy::StoredExperts experts(spec, 2, toy::source_of(formats.gate_up),
-                                   toy::source_of(formats.down), seed);
-  const Twins twins = twins_of(card, spec, 2, formats, experts, seed);
-  for (uint32_t rows : {1u, 3u, 37u}) {
-    CAPTURE(format_name(formats.gate_up));
-    CAPTURE(format_name(formats.down));
-    CAPTURE(numerics_name(card.numerics));
-    CAPTURE(rows);
-    check_same(twins, to_one_expert(spec, rows, 1, seed + rows));
+// Cards of one class, of which each runs threads and blocks in other orders than the others, and
+// every layer in another one than the layer before.
+inline toy::Machines cards_of(NumericsClass numerics, const std::vector<SimulatedVendor>& vendors) {
+  toy::Machines machines{numerics, {}};
+  for (SimulatedVendor vendor : vendors) {
+    const Card card{vendor, numerics};
+    machines.all.push_back(
+        {vendor == SimulatedVendor::kCuda ? "cuda" : "hip",
+         [card, seed = uint64_t{machines.all.size()}](const FfnSpec& spec, uint32_t num_experts,
+                                                      ResidentFormats formats) mutable {
+           return std::shared_ptr<ExpertLayer>(layer_on(card, spec, num_experts, formats, ++seed));
+         }});
   }
+  return machines;
 }
 
-// Four orders of threads and blocks, of cards in turn, and slices of three rows, which the few-row
-// kernels compute.
-inline void check_orders_and_slices(const std::vector<Card>& cards, const FfnSpec& spec,
-                                    ResidentFormats formats) {
-  const toy::StoredExperts experts(spec, 2, toy::source_of(formats.gate_up),
-                                   toy::source_of(formats.down), 41);
-  const toy::Batch batch = to_one_expert(spec, 24, 1, 42);
-  std::vector<std::byte> expected;
-  for (uint64_t seed = 1; seed <= 4; ++seed) {
-    const auto layer = layer_on(cards[seed % cards.size()], spec, 2, formats, seed);
-    REQUIRE(experts.load_into(*layer).ok());
-    const std::vector<std::byte> found = toy::reply_of(*layer, batch);
-    if (seed == 1) expected = found;
-    CHECK(found == expected);
-    for (uint32_t begin : {0u, 5u, 21u}) {
-      toy::Batch slice = to_one_expert(spec, 3, 1, 1);
-      slice.rows.assign(batch.rows.begin() + begin * spec.in_size,
-                        batch.rows.begin() + (begin + 3) * spec.in_size);
-      const std::vector<std::byte> part = toy::reply_of(*layer, slice);
-      CHECK(std::memcmp(part.data(), expected.data() + size_t{begin} * spec.out_size * 4,
-                        part.size()) == 0);
-    }
-  }
+// A card whose scratch takes some 15 pairs of rows of 64 values.
+inline toy::Machines card_of_little_scratch(NumericsClass numerics) {
+  const auto create = [numerics](const FfnSpec& spec, uint32_t num_experts,
+                                 ResidentFormats formats) {
+    const auto device = std::make_shared<GpuDevice>(make_simulated_runtime({}).value(),
+                                                    std::chrono::seconds(100), 16384);
+    return std::shared_ptr<ExpertLayer>(layer_on(device, spec, num_experts, formats, numerics));
+  };
+  return {numerics, {{"cuda with little scratch", create}}};
 }
 
 // Zeros, subnormals, NaN, infinity and a `huge` value, each in a row or group of its own.
-inline void check_special_values(const Card& card, ResidentFormats formats, float huge) {
-  const FfnSpec spec = toy::spec_of(96, 64, 40);
-  const toy::Experts experts(spec, 2, Dtype::kBF16, 31);
-  const Twins twins = twins_of(card, spec, 2, formats, experts);
-  toy::Batch batch = toy::Batch::random(spec, 2, 40, 3, 32);
+inline void check_special_values(const toy::Machines& cards, ResidentFormats formats, float huge) {
+  const toy::Experts experts(toy::spec_of(96, 64, 40), 2, Dtype::kBF16, 31);
+  const toy::Twins twins(cards, experts, formats);
+  toy::Batch batch = toy::Batch::random(experts.spec(), 2, 40, 3, 32);
   std::fill_n(batch.rows.begin(), 96, 0.0f);
   for (uint32_t i = 0; i < 32; ++i) batch.rows[2 * 96 + 32 + i] *= 0x1p-143f;
   batch.rows[3 * 96 + 5] = std::bit_cast<float>(0xffabcdefu);
@@ -145,7 +93,7 @@ inline void check_special_values(const Card& card, ResidentFormats formats, floa
   batch.rows[9 * 96 + 1] = huge;
   for (Dtype dtype : {Dtype::kF32, Dtype::kBF16}) {
     batch.reply_dtype = dtype;
-    check_same(twins, batch);
+    twins.check(batch);
   }
 }
 
@@ -170,28 +118,19 @@ inline void check_bounds(const std::vector<Card>& cards, uint32_t seed) {
   }
 }
 
-// Every activation and gate, with and without biases, rows reaching into the tails: `check(twins,
-// bounds, batch)` demands.
+// Every activation and gate, with and without biases and limits, of cards in turn, rows reaching
+// into the tails: `check(twins, bounds, batch)` demands.
 template <class Check>
-void for_every_activation(const std::vector<Card>& cards, uint32_t seed, const Check& check) {
-  for (int activation = 0; activation <= 7; ++activation) {
-    for (int gate = 0; gate <= 2; ++gate) {
-      FfnSpec spec = toy::spec_of(300, 70, 50);
-      spec.activation = static_cast<Activation>(activation);
-      spec.gate = static_cast<GateKind>(gate);
-      spec.has_gate_up_bias = spec.has_down_bias = ++seed % 2 == 0;
-      if (spec.gate == GateKind::kClampedSwiglu)
-        spec.alpha = 1.702f, spec.up_offset = 1.0f, spec.gate_max = spec.up_limit = 0.5f;
-      const toy::Experts experts(spec, 2, Dtype::kF32, seed);
-      toy::Batch batch = toy::Batch::random(spec, 2, seed % 3 == 0 ? 24 : 6, 2, seed);
-      for (float& value : batch.rows) value *= 4.0f;
-      CAPTURE(activation);
-      CAPTURE(gate);
-      check(twins_of(cards[seed % cards.size()], spec, 2, Dtype::kF32, experts),
-            toy::bounds_of(cards[0].numerics, spec, experts.all_weights(), Dtype::kF32, batch),
-            batch);
-    }
-  }
+void for_every_activation(const std::vector<Card>& cards, uint32_t first_seed, const Check& check) {
+  const auto body = [&](const FfnSpec& spec, uint32_t seed) {
+    const toy::Experts experts(spec, 2, Dtype::kF32, seed);
+    toy::Batch batch = toy::Batch::random(spec, 2, seed % 3 == 0 ? 24 : 6, 2, seed);
+    for (float& value : batch.rows) value *= 4.0f;
+    const Card& card = cards[seed % cards.size()];
+    check(toy::Twins(cards_of(card.numerics, {card.vendor}), experts, Dtype::kF32),
+          toy::bounds_of(card.numerics, spec, experts.all_weights(), Dtype::kF32, batch), batch);
+  };
+  toy::for_every_gate(toy::spec_of(300, 70, 50), toy::all_activations(), first_seed, body);
 }
 
 // The scale of a group of a row's record, and 32 bytes on its product with the sum of the group's

@@ -1,10 +1,6 @@
 // What a card says of an expert's source bytes: what everybody says of them.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/experts/content_checksum.h"
-
 #include <doctest/doctest.h>
-
-#include <vector>
 
 #include "cards/card_scene.h"
 #include "compute/odd_layouts.h"
@@ -12,12 +8,7 @@
 namespace dflash::compute::gpu {
 namespace {
 
-uint64_t read_all(const ExpertWeights& weights) {
-  ContentReader reader(weights);
-  while (!reader.read(size_t{1} << 20).value()) {
-  }
-  return reader.value();
-}
+using toy::read_all;
 
 uint64_t loaded_on_card(const FfnSpec& spec, ResidentFormats formats,
                         const ExpertWeights& weights) {
@@ -32,7 +23,7 @@ uint64_t loaded_on_card(const FfnSpec& spec, ResidentFormats formats,
 TEST_CASE("a card and the reader agree on the bytes of every format") {
   uint32_t seed = 0;
   for (WeightFormat resident : kCardFormats) {
-    const FfnSpec spec = uneven_spec_of(resident);
+    const FfnSpec spec = toy::uneven_spec_of(resident);
     const toy::StoredExperts experts(spec, 1, toy::source_of(resident), toy::source_of(resident),
                                      ++seed);
     CAPTURE(format_name(resident));

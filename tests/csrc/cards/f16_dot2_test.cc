@@ -13,6 +13,7 @@
 #include "cards/host_routing.h"
 #include "cards/kernel_table.h"
 #include "compute/reference/f16_dot2.h"
+#include "failed.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -23,66 +24,59 @@ using toy::count_outside;
 using toy::Experts;
 using toy::reply_of;
 using toy::spec_of;
+using toy::StoredExperts;
+using toy::Twins;
 
 constexpr NumericsClass kClass = NumericsClass::kF16Dot2;
 constexpr Card kCard{SimulatedVendor::kHip, kClass};
+const toy::Machines kMachines = cards_of(kClass, {kCard.vendor});
 
 TEST_CASE(
     "f16-dot2: every format gives the twin's bits, in widths that end inside a chain, a step, a "
     "group or a panel where it has such") {
   uint32_t seed = 1;
-  for (WeightFormat format : kCardFormats) {
-    check_format(kCard, uneven_spec_of(format), format, ++seed);
-  }
-  struct Shape {
-    uint32_t in, intermediate, out;
+  for (WeightFormat format : kCardFormats)
+    check_formats(kMachines, toy::uneven_spec_of(format), format, ++seed);
+  const std::vector<toy::Shape> shapes = {
+      {1,   1,   1 },
+      {7,   5,   3 },
+      {33,  40,  65},
+      {129, 200, 65},
+      {257, 384, 40},
+      {600, 31,  97}
   };
-  for (const Shape& shape : {
-           Shape{1,   1,   1 },
-           {7,   5,   3 },
-           {33,  40,  65},
-           {129, 200, 65},
-           {257, 384, 40},
-           {600, 31,  97}
-  }) {
-    ++seed;
-    check_format(kCard, spec_of(shape.in, shape.intermediate, shape.out),
-                 static_cast<WeightFormat>(seed % 3), seed);
-  }
-  check_format(kCard, spec_of(256, 288, 64), {WeightFormat::kQ4K, WeightFormat::kBF16}, 90);
+  check_shapes(kMachines, shapes, {WeightFormat::kF32, WeightFormat::kF16, WeightFormat::kBF16});
+  check_formats(kMachines, spec_of(256, 288, 64), {WeightFormat::kQ4K, WeightFormat::kBF16}, 90);
 }
 
 TEST_CASE(
     "f16-dot2: every number of rows, spread over experts, empty ones among them, or listed on the "
     "device, gives the twin's bits") {
-  const FfnSpec spec = spec_of(290, 96, 100);
-  const Experts experts(spec, 6, Dtype::kBF16, 5);
-  const Twins twins = twins_of(kCard, spec, 6, Dtype::kBF16, experts);
-  for (uint32_t rows : {1u, 2u, 4u, 5u, 16u, 17u, 64u, 65u, 200u, 300u}) {
-    CAPTURE(rows);
-    Batch batch = Batch::random(spec, 5, rows, 4, rows);  // none goes to expert 5
-    for (size_t i = 0; i < batch.ids.size(); i += 2) batch.ids[i] = 2;
-    batch.row_dtype = static_cast<Dtype>(rows % 3);
-    batch.reply_dtype = static_cast<Dtype>(rows / 3 % 3);
-    check_same(twins, batch);
-    CHECK((rows != 300 || batch.ids.size() > kMostHostPairs));
-  }
+  const Experts experts(spec_of(290, 96, 100), 6, Dtype::kBF16, 5);
+  check_numbers_of_rows(kMachines, experts, Dtype::kBF16, {1, 2, 4, 5, 16, 17, 64, 65, 200});
+  Batch batch = Batch::random(experts.spec(), 5, 300, 4, 300);  // none goes to expert 5
+  for (size_t i = 0; i < batch.ids.size(); i += 2) batch.ids[i] = 2;
+  CHECK(batch.ids.size() > kMostHostPairs);
+  Twins(kMachines, experts, Dtype::kBF16).check(batch);
 }
 
 TEST_CASE(
     "f16-dot2: gates, activations and biases give the twin's bits, and replies within the bounds") {
   for_every_activation({kCard}, 100,
                        [](const Twins& twins, const OutputBounds& bounds, const Batch& batch) {
-                         check_same(twins, batch);
-                         CHECK(count_outside(bounds, reply_of(*twins.card, batch)) == 0);
+                         twins.check(batch);
+                         CHECK(count_outside(bounds, reply_of(twins.twin(), batch)) == 0);
                        });
 }
 
 TEST_CASE(
     "f16-dot2: no order of threads and blocks changes a bit, nor do the rows beside a row or the "
     "kernel that takes it") {
-  check_orders_and_slices({kCard}, spec_of(520, 100, 70),
-                          {WeightFormat::kBF16, WeightFormat::kF16});
+  const StoredExperts experts(spec_of(520, 100, 70), 2, WeightFormat::kBF16, WeightFormat::kF16,
+                              41);
+  const std::vector<SimulatedVendor> four(4, kCard.vendor);
+  Twins(cards_of(kClass, four), experts, {WeightFormat::kBF16, WeightFormat::kF16})
+      .check_slices(Batch::of_one_expert(experts.spec(), 24, 1, 42));
 }
 
 TEST_CASE(
@@ -91,7 +85,7 @@ TEST_CASE(
   spec.gate = GateKind::kNone;
   spec.activation = Activation::kIdentity;
   for (float size : {0x1p-60f, 0x1p-30f, 1.0f, 0x1p40f}) {
-    Batch batch = to_one_expert(spec, 20, 1, 7);
+    Batch batch = Batch::of_one_expert(spec, 20, 1, 7);
     for (float& value : batch.rows) value *= size;
     const Experts experts(spec, 2, Dtype::kBF16, 8);
     const auto layer = layer_on(kCard, spec, 2, Dtype::kBF16);
@@ -118,7 +112,7 @@ TEST_CASE(
 TEST_CASE(
     "f16-dot2: zeros, subnormals, NaN and infinity stay in their own group or row, as the twin has "
     "them") {
-  check_special_values(kCard, Dtype::kBF16, 0x1p100f);
+  check_special_values(kMachines, Dtype::kBF16, 0x1p100f);
 }
 
 TEST_CASE(
@@ -166,8 +160,7 @@ TEST_CASE(
   const ExpertWeights weights = experts.all_weights()[0];
   const HalfWeights matrices[] = {half_weights(weights.up, WeightFormat::kF32),
                                   half_weights(weights.down, WeightFormat::kF32)};
-  Batch batch = to_one_expert(spec, 8, 0, 22);
-  batch.weights.assign(8, 1.0f);
+  Batch batch = Batch::of_one_expert(spec, 8, 0, 22, 1.0f);
   for (size_t i = 0; i < batch.rows.size(); i += 3) batch.rows[i] *= 0x1p-30f;  // subnormal codes
   // and sums that cancel little of one large term
   for (size_t i = 0; i < batch.rows.size(); i += 32) batch.rows[i] *= 0x1p12f;
@@ -238,13 +231,10 @@ TEST_CASE("f16-dot2: AMD's cards offer it; others refuse it and name the classes
   facts.backend = "cuda";
   facts.architecture = "sm_90";
   CHECK_FALSE(device_computes(facts, kClass));
-  const auto refused =
-      GpuLayer::create(device_of({}), spec_of(32, 32, 32), 1, WeightFormat::kBF16, kClass);
-  REQUIRE_FALSE(refused.ok());
-  CHECK(refused.error().code == ErrorCode::kUnsupported);
   const char* offered =
       "does not compute numerics class f16-dot2; it computes f32-canonical, int8-groups, bf16-mma";
-  CHECK(refused.error().message.find(offered) != std::string::npos);
+  CHECK(GpuLayer::create(device_of({}), spec_of(32, 32, 32), 1, WeightFormat::kBF16, kClass) ==
+        Failed(ErrorCode::kUnsupported, offered));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "cards/portable.h"
 #include "cards/sim/block.h"
+#include "failed.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -40,10 +41,6 @@ std::string error_of(sim::Kernel kernel, uint32_t threads = 64) {
   std::vector<uint32_t> values(1024);
   const Status status = run(kernel, {values.data(), 0}, threads);
   return status.ok() ? "none" : status.error().message;
-}
-
-bool contains(const std::string& text, const char* part) {
-  return text.find(part) != std::string::npos;
 }
 
 TEST_CASE("threads know their place") {
@@ -181,10 +178,10 @@ TEST_CASE(
     if (thread_index() == 17) return;
     sync_block();
   });
-  CHECK(contains(error, "divergent barrier"));
-  CHECK(contains(error, "kernel probe, block (3, 5), thread 0"));
-  CHECK(contains(error, "simulator_test.cc:"));
-  CHECK(contains(error, "thread 17 has left"));
+  CHECK(error == Has{"divergent barrier"});
+  CHECK(error == Has{"kernel probe, block (3, 5), thread 0"});
+  CHECK(error == Has{"simulator_test.cc:"});
+  CHECK(error == Has{"thread 17 has left"});
 }
 
 TEST_CASE("threads that wait for the block at two lines are an error that names the lines") {
@@ -194,22 +191,21 @@ TEST_CASE("threads that wait for the block at two lines are an error that names 
     else
       sync_block();
   });
-  CHECK(contains(error, "divergent barrier: thread 0 waits at simulator_test.cc:"));
-  CHECK(contains(error, "for the block, but thread 32 waits at simulator_test.cc:"));
+  CHECK(error == Has{"divergent barrier: thread 0 waits at simulator_test.cc:"});
+  CHECK(error == Has{"for the block, but thread 32 waits at simulator_test.cc:"});
 }
 
 TEST_CASE("a lane that leaves, or waits for the block, while its sub-group shuffles is an error") {
-  CHECK(contains(error_of([](const void*) {
-                   if (lane_index() != 9) static_cast<void>(shuffle(1, 0));
-                 }),
-                 "for its sub-group, but thread 9 has left"));
+  CHECK(error_of([](const void*) {
+          if (lane_index() != 9) static_cast<void>(shuffle(1, 0));
+        }) == Has{"for its sub-group, but thread 9 has left"});
   const std::string error = error_of([](const void*) {
     if (lane_index() == 9)
       sync_block();
     else
       static_cast<void>(ballot(true));
   });
-  CHECK(contains(error, "for its sub-group, but thread 9 waits at simulator_test.cc:"));
+  CHECK(error == Has{"for its sub-group, but thread 9 waits at simulator_test.cc:"});
 }
 
 TEST_CASE("an index beyond shared memory's array is an error that names index, size and line") {
@@ -218,7 +214,7 @@ TEST_CASE("an index beyond shared memory's array is an error that names index, s
     GPU_SHARED(Array, shared);
     shared.at(thread_index()) = 1;
   });
-  CHECK(contains(error, "of 48 elements of shared memory at simulator_test.cc:"));
+  CHECK(error == Has{"of 48 elements of shared memory at simulator_test.cc:"});
 }
 
 TEST_CASE("more shared memory than a block has is an error") {
@@ -227,7 +223,7 @@ TEST_CASE("more shared memory than a block has is an error") {
     GPU_SHARED(Array, shared);
     shared.at(0) = 1;
   });
-  CHECK(contains(error, "more than 49152 bytes of shared memory"));
+  CHECK(error == Has{"more than 49152 bytes of shared memory"});
 }
 
 TEST_CASE("a block goes on after another one failed") {

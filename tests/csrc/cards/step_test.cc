@@ -2,6 +2,7 @@
 // happens when workers do not answer as they should.
 // SPDX-License-Identifier: Apache-2.0
 #include "cards/step_scene.h"
+#include "failed.h"
 
 namespace dflash::device_exchange {
 namespace {
@@ -113,7 +114,7 @@ TEST_CASE(
   CallTensors call(1, 3, Dtype::kF32, 1);
   auto owed = scene.client.submit(call.batch(), kLayer);
   REQUIRE(owed.ok());
-  CHECK(scene.client.begin_step(4).error().message.find("still owes replies") != std::string::npos);
+  CHECK(scene.client.begin_step(4).error().message == Has{"still owes replies"});
   scene.client.abandon(owed.value());
   CHECK_FALSE(scene.client.begin_step(4).ok());  // the slot is quarantined
 
@@ -145,7 +146,7 @@ TEST_CASE(
   CHECK_FALSE(scene.client.begin_step(4).ok());  // until the paths are renewed
   const auto worn = scene.client.retire_worn_paths();
   REQUIRE(worn.size() == 2);
-  CHECK(worn[0].reason.find("step failed") != std::string::npos);
+  CHECK(worn[0].reason == Has{"step failed"});
 }
 
 TEST_CASE("a step that is aborted ends without its budget") {

@@ -16,14 +16,15 @@
 #include "cards/kernels/convert_floats.h"
 #include "cards/kernels/warpgroup.h"
 #include "cards/sim/block.h"
+#include "failed.h"
 
 namespace dflash::compute::gpu {
 namespace {
 
 using toy::Batch;
 using toy::Experts;
-using toy::reply_of;
 using toy::StoredExperts;
+using toy::Twins;
 
 constexpr uint32_t kInputs = 64;
 
@@ -148,10 +149,6 @@ Outcome outcome_of(Fault fault, bool copies) {
   return outcome;
 }
 
-bool says(const Outcome& outcome, const char* part) {
-  return outcome.error.find(part) != std::string::npos;
-}
-
 TEST_CASE("warpgroups: a descriptor's fields lie where the instruction set's document puts them") {
   const uint64_t first = operand_descriptor(0x12400, 0), third = operand_descriptor(0x12400, 2);
   CHECK((first & 0x3fff) == 0x1240);           // start address / 16
@@ -200,19 +197,24 @@ TEST_CASE(
     "warpgroups: missing fences, unlike descriptors and strides that break the pattern are "
     "errors") {
   for (bool copies : {false, true})
-    CHECK(says(outcome_of(Fault::kNoProxyFence, copies),
-               "stored without a fence for asynchronous readers"));
-  CHECK(says(outcome_of(Fault::kNoFence, false), "a product without wgmma.fence"));
-  CHECK(says(outcome_of(Fault::kDescriptor, false), "not a stride of 1056"));
-  CHECK(says(outcome_of(Fault::kUneven, false), "threads of a warpgroup differ in product 0"));
+    CHECK(outcome_of(Fault::kNoProxyFence, copies).error ==
+          Has{"stored without a fence for asynchronous readers"});
+  CHECK(outcome_of(Fault::kNoFence, false).error == Has{"a product without wgmma.fence"});
+  CHECK(outcome_of(Fault::kDescriptor, false).error == Has{"not a stride of 1056"});
+  CHECK(outcome_of(Fault::kUneven, false).error ==
+        Has{"threads of a warpgroup differ in product 0"});
 }
 
-std::unique_ptr<ExpertLayer> layer_with(const FfnSpec& spec, uint32_t num_experts,
-                                        ResidentFormats formats, bool has_warpgroups,
-                                        uint64_t seed) {
-  SimulatedDevice card{.memory_bytes = uint64_t{1} << 28, .seed = seed};
-  card.has_warpgroups = has_warpgroups;
-  return layer_on(device_of(card), spec, num_experts, formats, NumericsClass::kBf16Mma);
+// Cards of the class with the instructions; every layer has threads in another order.
+toy::Machines with_warpgroups() {
+  const auto create = [seed = uint64_t{0}](const FfnSpec& spec, uint32_t num_experts,
+                                           ResidentFormats formats) mutable {
+    SimulatedDevice card{.memory_bytes = uint64_t{1} << 28, .seed = ++seed};
+    card.has_warpgroups = true;
+    return std::shared_ptr<ExpertLayer>(
+        layer_on(device_of(card), spec, num_experts, formats, NumericsClass::kBf16Mma));
+  };
+  return {NumericsClass::kBf16Mma, {{"warpgroups", create}}};
 }
 
 // A batch of which expert `id` gets every row, and the next expert every second one.
@@ -232,10 +234,7 @@ Batch crowded(const FfnSpec& spec, uint32_t num_experts, uint32_t rows, uint16_t
 TEST_CASE(
     "warpgroups: shapes that end inside a step, a chain, a panel or a block's columns give the "
     "class's bits") {
-  struct Shape {
-    uint32_t in, intermediate, out;
-  };
-  const Shape shapes[] = {
+  const std::vector<toy::Shape> shapes = {
       {1,    1,   1  },
       {63,   65,  127},
       {64,   64,  128},
@@ -244,64 +243,39 @@ TEST_CASE(
       {1030, 40,  33 }
   };
   uint32_t seed = 10;
-  for (const Shape& shape : shapes) {
-    FfnSpec spec;
-    spec.in_size = shape.in;
-    spec.intermediate_size = shape.intermediate;
-    spec.out_size = shape.out;
+  for (const toy::Shape& shape : shapes) {
+    FfnSpec spec = toy::spec_of(shape.in, shape.intermediate, shape.out);
     spec.gate = ++seed % 2 == 0 ? GateKind::kNone : GateKind::kGated;
     const auto dtype = static_cast<Dtype>(seed % 3);
     const Experts experts(spec, 3, dtype, seed);
-    const auto reference = make_reference_layer(spec, 3, dtype, NumericsClass::kBf16Mma);
-    const auto layer = layer_with(spec, 3, dtype, true, seed);
-    REQUIRE(experts.load_into(*reference).ok());
-    REQUIRE(experts.load_into(*layer).ok());
-    const Batch batch = crowded(spec, 3, 70, 1, seed);
     CAPTURE(shape.in);
-    CHECK(reply_of(*layer, batch) == reply_of(*reference, batch));
+    Twins(with_warpgroups(), experts, dtype).check(crowded(spec, 3, 70, 1, seed));
   }
 }
 
 TEST_CASE("warpgroups: every weight format gives the class's bits") {
   uint32_t seed = 500;
   for (WeightFormat format : kCardFormats) {
-    const WeightFormat source = format_facts(format).is_stored ? format : WeightFormat::kBF16;
-    const bool is_wide = format_facts(format).block == 256;
-    FfnSpec spec;
-    spec.in_size = is_wide ? 512 : 288;
-    spec.intermediate_size = is_wide ? 256 : 96;
-    spec.out_size = 33;
-    const StoredExperts experts(spec, 2, source, source, ++seed);
-    const auto plain = layer_with(spec, 2, format, false, seed);
-    const auto layer = layer_with(spec, 2, format, true, seed + 1);
-    REQUIRE(experts.load_into(*plain).ok());
-    REQUIRE(experts.load_into(*layer).ok());
-    const Batch batch = crowded(spec, 2, 20, 1, seed);
+    const WeightFormat source = toy::source_of(format);
+    const StoredExperts experts(toy::uneven_spec_of(format), 2, source, source, ++seed);
     CAPTURE(format_name(format));
-    CHECK(reply_of(*layer, batch) == reply_of(*plain, batch));
+    Twins(with_warpgroups(), experts, format).check(crowded(experts.spec(), 2, 20, 1, seed));
   }
 }
 
 TEST_CASE(
     "warpgroups: any number of rows, in one tile, two or more, next to other experts' tiles, gives "
     "the class's bits in any order of threads") {
-  FfnSpec spec;
-  spec.in_size = 300;
-  spec.intermediate_size = 70;
-  spec.out_size = 40;
+  FfnSpec spec = toy::spec_of(300, 70, 40);
   spec.has_gate_up_bias = spec.has_down_bias = true;
   const Experts experts(spec, 5, Dtype::kBF16, 5);
-  const auto plain = layer_with(spec, 5, Dtype::kBF16, false, 1);
-  REQUIRE(experts.load_into(*plain).ok());
-  uint64_t seed = 0;
+  const toy::Machines machines = with_warpgroups();
+  uint32_t seed = 0;
   for (uint32_t rows : {17u, 64u, 65u, 128u, 129u, 260u}) {
-    const auto layer = layer_with(spec, 5, Dtype::kBF16, true, ++seed);
-    REQUIRE(experts.load_into(*layer).ok());
+    const Twins twins(machines, experts, Dtype::kBF16);
     for (uint16_t id : {uint16_t{0}, uint16_t{3}}) {
-      const Batch batch = crowded(spec, 5, rows, id, static_cast<uint32_t>(seed));
-      CAPTURE(rows);
       CAPTURE(id);
-      CHECK(reply_of(*layer, batch) == reply_of(*plain, batch));
+      twins.check(crowded(spec, 5, rows, id, ++seed));
     }
   }
 }

@@ -10,6 +10,7 @@
 
 #include "client/expert_client.h"
 #include "compute/toy_experts.h"
+#include "failed.h"
 #include "transport/faulty/faulty.h"
 #include "transport/loopback/loopback.h"
 #include "worker/expert_worker.h"
@@ -132,7 +133,7 @@ void sweep(FaultKind kind, FaultPoint point, const std::vector<float>& expected)
         was_untouched = nth > kSlices;
       } else {
         CHECK_MESSAGE(is_expected(kind, outcome.error().code), outcome.error().message);
-        CHECK(outcome.error().message.find("w0") != std::string::npos);
+        CHECK(outcome.error().message == Has{"w0"});
       }
     }
   }

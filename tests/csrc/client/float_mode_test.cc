@@ -39,7 +39,7 @@ std::vector<float> sums(float scale, float ratio, unsigned word) {
     call = scene.submit(tokens);
     CHECK(float_control() == word);
   }
-  scene.puppets[0].send(echo(scene.puppets[0].take()));
+  scene.serve(0);
   scene.puppets[1].send(changed(echo(scene.puppets[1].take()), [&](float v) { return v * ratio; }));
   {
     const ForeignFloatMode mode(word);

@@ -8,6 +8,7 @@
 
 #include "client/call.h"
 #include "client/replicated.h"
+#include "failed.h"
 
 namespace dflash::client {
 namespace {
@@ -22,9 +23,7 @@ SceneOptions with_timeout(int64_t call_timeout_ns, bool has_pulses = false) {
 void teach(Replicated& scene) {
   Tokens one{{2}};
   for (int i = 0; i < 30; ++i) {
-    const CallPtr call = scene.submit(one);
-    scene.serve(1);
-    REQUIRE(scene.finish(call).ok());
+    REQUIRE(scene.call(one, 1).ok());
   }
 }
 
@@ -52,20 +51,15 @@ TEST_CASE("a slice that is not answered in its call's time is asked of another h
   REQUIRE(scene.finish(next).ok());
   CHECK(scene.client.workers()[1].quarantined_slots == 0);
   CHECK(scene.counters(1).superseded == 1);
-  const CallPtr last = scene.submit(tokens);
-  scene.serve(1);
-  CHECK(scene.finish(last).ok());
+  CHECK(scene.call(tokens, 1).ok());
 }
 
 TEST_CASE("every holder gets a call's time once, and the error names all of them") {
   Replicated scene(with_timeout(150'000'000));
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
-  const Status outcome = scene.finish(call);
-  REQUIRE(!outcome.ok());
-  CHECK(outcome.error().code == ErrorCode::kTimeout);
-  CHECK(outcome.error().message.find("worker w0 did not answer") != std::string::npos);
-  CHECK(outcome.error().message.find("worker w1 did not answer") != std::string::npos);
+  CHECK(scene.finish(call) ==
+        Failed(ErrorCode::kTimeout, "worker w0 did not answer", "worker w1 did not answer"));
   CHECK(call->ended_ns - call->submitted_ns >= 300'000'000);
   CHECK(tokens.is_untouched());
   for (Puppet& puppet : scene.puppets) {
@@ -80,7 +74,7 @@ TEST_CASE("a slice that only waited at a call's deadline goes to another holder 
   Replicated scene(options);
   Tokens tokens{{2}, {3}, {2}};  // one under way at worker 1, two wait there
   const CallPtr call = scene.submit(tokens);
-  REQUIRE(scene.finish_by_0(call).ok());
+  REQUIRE(scene.finish_by(0, call).ok());
   CHECK(tokens.is_right());
   CHECK(scene.counters(1).failovers == 1);
   CHECK(scene.counters(0).calls == 3);
@@ -90,9 +84,7 @@ TEST_CASE("a call ends at its deadline where one of its shards has nobody else")
   Replicated scene(with_timeout(150'000'000));
   Tokens tokens{{2}, {0}};  // shard 0 is held by worker 0 alone
   const CallPtr call = scene.submit(tokens);
-  const Status outcome = scene.finish(call);
-  REQUIRE(!outcome.ok());
-  CHECK(outcome.error().code == ErrorCode::kTimeout);
+  CHECK(scene.finish(call) == Failed(ErrorCode::kTimeout));
   CHECK(scene.puppets[0].try_take());
   CHECK(!scene.puppets[0].try_take());
 }
@@ -106,7 +98,7 @@ TEST_CASE("a call's deadline comes before the grace in which the last resort is 
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
   scene.client.mark_lost(1, "gone for a moment");
-  REQUIRE(scene.finish_by_0(call).ok());
+  REQUIRE(scene.finish_by(0, call).ok());
   CHECK(tokens.is_right());
   CHECK(scene.counters(1).parked_ns > 0);
 }
@@ -125,7 +117,7 @@ TEST_CASE("the last resort is asked when parking ends, where the grace would be 
       Tokens tokens{{2}};
       const CallPtr call = scene.submit(tokens);
       if (is_under_way) scene.client.mark_lost(1, "gone for a moment");
-      REQUIRE(scene.finish_by_0(call).ok());
+      REQUIRE(scene.finish_by(0, call).ok());
       CHECK(tokens.is_right());
     }
   }
@@ -191,7 +183,7 @@ TEST_CASE("a late slice is asked of another holder once that one is rid of its q
     static_cast<void>(scene.client.wait(call, Deadline::after_ms(5)));
   }
   REQUIRE(scene.finish(other).ok());
-  REQUIRE(scene.finish_by_0(call).ok());
+  REQUIRE(scene.finish_by(0, call).ok());
   CHECK(tokens.is_right());
   CHECK(scene.counters(0).hedges == 1);
 }
@@ -204,15 +196,13 @@ TEST_CASE("a worker gets nothing new before it has answered what another one ans
   Tokens tokens{{2}}, next{{3}};
   const CallPtr call = scene.submit(tokens);
   const Message late = scene.puppets[1].take();
-  REQUIRE(scene.finish_by_0(call).ok());
+  REQUIRE(scene.finish_by(0, call).ok());
   CHECK(scene.counters(0).hedges_won == 1);
   const CallPtr second = scene.submit(next);
   scene.puppets[1].send(echo(late));
   scene.serve(0);
   CHECK(scene.finish(second).ok());
-  const CallPtr third = scene.submit(tokens);
-  scene.serve(1);
-  CHECK(scene.finish(third).ok());
+  CHECK(scene.call(tokens, 1).ok());
 }
 
 TEST_CASE("a worker that never gives the answer which another one gave for it is lost") {
@@ -238,7 +228,7 @@ TEST_CASE("a worker that never gives the answer which another one gave for it is
   while (scene.client.workers()[1].path != PathState::kLost && !deadline.has_passed())
     serve_by_0(scene.submit(tokens));
   CHECK(scene.client.workers()[1].path == PathState::kLost);
-  CHECK(scene.client.workers()[1].reason.find("no progress for") != std::string::npos);
+  CHECK(scene.client.workers()[1].reason == Has{"no progress for"});
   CHECK(scene.client.workers()[0].path == PathState::kInUse);
 }
 

@@ -8,15 +8,10 @@
 
 #include "client/path.h"
 #include "client/puppet.h"
+#include "failed.h"
 
 namespace dflash::client {
 namespace {
-
-SceneOptions with_deadline(int64_t timeout_ms) {
-  SceneOptions options;
-  options.client.call_timeout_ns = timeout_ms * 1'000'000;
-  return options;
-}
 
 Deadline patience() { return Deadline::after_ms(kPatienceMs); }
 
@@ -34,13 +29,8 @@ Message time_out(PuppetScene& scene) {
   return request;
 }
 
-// Another channel for worker 1, under the next generation; the puppet has its other end.
-Status renew(PuppetScene& scene, uint64_t generation = kGeneration + 1) {
-  auto pair = transport::make_loopback({3, 4096, 4096}).value();
-  Status renewed = scene.client.renew_path(1, {std::move(pair.host), generation});
-  scene.puppets[1].channel = std::move(pair.worker);
-  return renewed;
-}
+// Quarantines two of the three slots of worker 1. Returns their requests.
+std::array<Message, 2> wear_out(PuppetScene& scene) { return {time_out(scene), time_out(scene)}; }
 
 PathState state(const PuppetScene& scene) { return scene.client.workers()[1].path; }
 
@@ -62,7 +52,7 @@ TEST_CASE("a path is fresh, then in use, worn once it lacks slots, and fresh aga
   CHECK(worn[0].reason == "2 of its 3 slots wait for replies that are late");
   CHECK(scene.client.retire_worn_paths().empty());
   CHECK_FALSE(is_readable(scene.client.worn_fd()));
-  REQUIRE(renew(scene).ok());
+  REQUIRE(scene.renew(1).ok());
   CHECK(state(scene) == PathState::kFresh);
   CHECK(scene.works(1));
   CHECK(scene.client.workers()[0].path == PathState::kFresh);
@@ -70,15 +60,14 @@ TEST_CASE("a path is fresh, then in use, worn once it lacks slots, and fresh aga
 
 TEST_CASE("calls wait for the renewal of a worn path, others go on meanwhile") {
   PuppetScene scene;
-  time_out(scene);
-  time_out(scene);
+  wear_out(scene);
   Tokens first{{2}}, second{{3}};
   const CallPtr waiting = scene.submit(first), later = scene.submit(second);
   CHECK(scene.works(0));
   CHECK_FALSE(scene.client.wait(waiting, Deadline::after_ms(30)));
   CHECK_FALSE(scene.puppets[1].try_take());
   scene.client.retire_worn_paths();
-  REQUIRE(renew(scene).ok());
+  REQUIRE(scene.renew(1).ok());
   for (int i = 0; i < 2; ++i) {
     const Message request = scene.puppets[1].take();
     CHECK(request.header.generation == kGeneration + 1);
@@ -92,26 +81,23 @@ TEST_CASE("calls wait for the renewal of a worn path, others go on meanwhile") {
 
 TEST_CASE("a call that waits for a path ends by its own deadline, saying what it waited for") {
   PuppetScene scene(with_deadline(60));
-  time_out(scene);
-  time_out(scene);
+  wear_out(scene);
   Tokens tokens{{2}};
   const Status outcome = scene.finish(scene.submit(tokens));
-  REQUIRE(!outcome.ok());
-  CHECK(outcome.error().code == ErrorCode::kTimeout);
-  CHECK(outcome.error().message.find("waited 0.1 s for a fresh data path to worker w1") !=
-        std::string::npos);
+  REQUIRE(outcome ==
+          Failed(ErrorCode::kTimeout, "waited 0.1 s for a fresh data path to worker w1"));
   CHECK(outcome.error().place.worker == "w1");
   CHECK(outcome.error().place.layer == 3);
 }
 
 TEST_CASE("a late reply gives a worn path its slot back, until somebody renews it") {
   PuppetScene scene;
-  const Message first = time_out(scene), second = time_out(scene);
+  const auto [first, second] = wear_out(scene);
   Tokens tokens{{2}};
   const CallPtr waiting = scene.submit(tokens);
   scene.puppets[1].send(echo(first));
   CHECK_FALSE(scene.client.wait(waiting, Deadline::after_ms(30)));
-  scene.puppets[1].send(echo(scene.puppets[1].take()));
+  scene.serve(1);
   CHECK(scene.finish(waiting).ok());
 
   time_out(scene);
@@ -121,37 +107,34 @@ TEST_CASE("a late reply gives a worn path its slot back, until somebody renews i
   Tokens more{{2}};
   const CallPtr parked = scene.submit(more);
   CHECK_FALSE(scene.client.wait(parked, Deadline::after_ms(30)));  // nobody listens there any more
-  REQUIRE(renew(scene).ok());
-  scene.puppets[1].send(echo(scene.puppets[1].take()));
+  REQUIRE(scene.renew(1).ok());
+  scene.serve(1);
   CHECK(scene.finish(parked).ok());
 }
 
 TEST_CASE("the hang-up of a retired path is no loss: its worker has closed it for the next") {
   PuppetScene scene;
-  time_out(scene);
-  time_out(scene);
+  wear_out(scene);
   scene.client.retire_worn_paths();
   scene.puppets[1].channel.reset();
   CHECK(scene.works(0));
   CHECK(state(scene) == PathState::kWorn);
-  REQUIRE(renew(scene).ok());
+  REQUIRE(scene.renew(1).ok());
   CHECK(scene.works(1));
 }
 
 TEST_CASE("calls that wait for a path end with its worker") {
   PuppetScene scene;
-  time_out(scene);
-  time_out(scene);
+  wear_out(scene);
   Tokens tokens{{2}};
   const CallPtr waiting = scene.submit(tokens);
   scene.client.mark_lost(1, "its process ended");
   const Status outcome = scene.finish(waiting);
-  REQUIRE(!outcome.ok());
-  CHECK(outcome.error().code == ErrorCode::kWorkerLost);
+  REQUIRE(outcome == Failed(ErrorCode::kWorkerLost));
   CHECK(outcome.error().place.worker == "w1");
   CHECK(state(scene) == PathState::kLost);
   CHECK(scene.client.retire_worn_paths().empty());
-  CHECK(renew(scene).error().code == ErrorCode::kWorkerLost);
+  CHECK(scene.renew(1).error().code == ErrorCode::kWorkerLost);
 }
 
 TEST_CASE("a path that is in use, or being renewed, is not retired by somebody else") {
@@ -159,7 +142,7 @@ TEST_CASE("a path that is in use, or being renewed, is not retired by somebody e
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
   CHECK(scene.client.retire_path(1, "why").error().code == ErrorCode::kInvalidArgument);
-  scene.puppets[1].send(echo(scene.puppets[1].take()));
+  scene.serve(1);
   CHECK(scene.finish(call).ok());
   CHECK(scene.client.retire_path(1, "why").ok());
   CHECK(scene.client.retire_path(1, "why").error().code == ErrorCode::kInvalidArgument);
@@ -172,7 +155,7 @@ TEST_CASE("whoever holds the client has it alone, once nothing is under way; oth
   REQUIRE(scene.client.hold(patience()));
   CHECK_FALSE(scene.client.wait_until_quiet(Deadline::after_ms(20)));
   const CallPtr parked = scene.submit(after);
-  scene.puppets[1].send(echo(scene.puppets[1].take()));
+  scene.serve(1);
   CHECK(scene.client.wait_until_quiet(patience()));
   CHECK(scene.client.is_done(under_way));
   CHECK_FALSE(scene.client.hold(Deadline::after_ms(20)));
@@ -183,7 +166,7 @@ TEST_CASE("whoever holds the client has it alone, once nothing is under way; oth
   scene.client.resume();
   CHECK(other.get());
   scene.client.resume();
-  scene.puppets[0].send(echo(scene.puppets[0].take()));
+  scene.serve(0);
   CHECK(scene.finish(parked).ok());
   CHECK(after.is_right());
 }
@@ -198,7 +181,7 @@ TEST_CASE("a held client is quiet while a path is renewed, and fit only with all
   REQUIRE(scene.client.retire_worn_paths().size() == 1);
   CHECK(scene.client.wait_until_quiet(patience()));
   CHECK_FALSE(scene.client.wait_until_fit(Deadline::after_ms(20)));
-  REQUIRE(renew(scene).ok());
+  REQUIRE(scene.renew(1).ok());
   CHECK(scene.client.wait_until_fit(patience()));
 }
 
@@ -206,18 +189,14 @@ TEST_CASE("calls that wait for the holder end by their deadline, and leave with 
   PuppetScene scene(with_deadline(50));
   REQUIRE(scene.client.hold(patience()));
   Tokens tokens{{0}, {2}};
-  const Status outcome = scene.finish(scene.submit(tokens));
-  REQUIRE(!outcome.ok());
-  CHECK(outcome.error().code == ErrorCode::kTimeout);
-  CHECK(outcome.error().message.find("change of mode") != std::string::npos);
+  CHECK(scene.finish(scene.submit(tokens)) == Failed(ErrorCode::kTimeout, "change of mode"));
   scene.client.resume();
   CHECK(scene.works(0));
 }
 
 TEST_CASE("closing ends every wait for a holder or for a path, and takes no call any more") {
   PuppetScene scene;
-  time_out(scene);
-  time_out(scene);
+  wear_out(scene);
   Tokens tokens{{2}}, other{{0}};
   const CallPtr parked = scene.submit(tokens);
   REQUIRE(scene.client.hold(Deadline::after_ms(1000)));
@@ -251,12 +230,12 @@ TEST_CASE("errors say in fields where they happened, not only in words") {
   PuppetScene scene(options);
   Tokens tokens{{0}, {2}};
   const CallPtr late = scene.submit(tokens);
-  scene.puppets[0].send(echo(scene.puppets[0].take()));
+  scene.serve(0);
   const Error timeout = scene.finish(late).error();
   CHECK(timeout.place.worker == "w1");
   CHECK(timeout.place.layer == 3);
 
-  scene.puppets[1].send(echo(scene.puppets[1].take()));
+  scene.serve(1);
   Tokens refused{{2}};
   const CallPtr call = scene.submit(refused);
   const Message request = scene.puppets[1].take();

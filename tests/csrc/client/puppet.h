@@ -13,6 +13,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/checksum.h"
@@ -25,11 +27,18 @@ namespace dflash::client {
 
 inline constexpr uint32_t kWidth = 16;       // of rows, in and out
 inline constexpr uint32_t kExpertsEach = 2;  // experts of a shard; shard i is on worker i
+inline constexpr uint32_t kLayer = 3, kShard = 1;
 inline constexpr uint64_t kGeneration = 5;
 inline constexpr int64_t kPatienceMs = 20'000;  // of anything that should take milliseconds
 
 // A message as it lies in a slot, taken apart.
 struct Message {
+  Message() = default;
+  explicit Message(const transport::Arrival& arrival)
+      : slot(arrival.slot),
+        header(wire::decode_frame_header(arrival.bytes.first<wire::kFrameHeaderBytes>()).value()),
+        payload(arrival.bytes.begin() + wire::kFrameHeaderBytes, arrival.bytes.end()) {}
+
   uint32_t slot = 0;
   wire::FrameHeader header;
   std::vector<std::byte> payload;
@@ -54,11 +63,7 @@ struct Puppet {
     auto polled = channel->poll();
     REQUIRE(polled.ok());
     if (!polled.value()) return std::nullopt;
-    Message message;
-    message.slot = polled.value()->slot;
-    const auto bytes = polled.value()->bytes;
-    message.header = wire::decode_frame_header(bytes.first<wire::kFrameHeaderBytes>()).value();
-    message.payload.assign(bytes.begin() + wire::kFrameHeaderBytes, bytes.end());
+    Message message(*polled.value());
     CHECK(message.header.payload_checksum == checksum(message.payload));
     return message;
   }
@@ -163,11 +168,18 @@ struct SceneOptions {
   std::optional<uint32_t> last_resort = std::nullopt;
 };
 
+// With a call's longest time.
+inline SceneOptions with_deadline(int64_t timeout_ms) {
+  SceneOptions options;
+  options.client.call_timeout_ns = timeout_ms * 1'000'000;
+  return options;
+}
+
 class PuppetScene {
  public:
   explicit PuppetScene(const SceneOptions& options = {}) : client(options.client) {
     LayerPlan plan;
-    plan.layer = 3;
+    plan.layer = kLayer;
     plan.name = "model.layers.3.mlp.experts";
     plan.in_size = plan.out_size = kWidth;
     plan.num_experts = options.num_workers * kExpertsEach;
@@ -180,24 +192,70 @@ class PuppetScene {
     REQUIRE(client.define_layer(plan).ok());
   }
 
-  CallPtr submit(Tokens& tokens) { return client.submit(tokens.batch(), 3).value(); }
+  CallPtr submit(Tokens& tokens) { return client.submit(tokens.batch(), kLayer).value(); }
   // Waits for the end and returns it.
   Status finish(const CallPtr& call) {
     REQUIRE(client.wait(call, Deadline::after_ms(kPatienceMs)));
     return client.outcome(call);
   }
+  // Answers the next request to a worker honestly.
+  void serve(uint32_t worker) { puppets[worker].send(echo(puppets[worker].take())); }
+  // Waits for the end, while a worker answers whatever it is asked, and returns it.
+  Status finish_by(uint32_t worker, const CallPtr& call) {
+    const Deadline deadline = Deadline::after_ms(kPatienceMs);
+    while (!client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+      if (auto request = puppets[worker].try_take()) puppets[worker].send(echo(*request));
+    }
+    return finish(call);
+  }
+  // Makes a call that asks this worker once, and returns how it ended.
+  Status call(Tokens& tokens, uint32_t worker) {
+    const CallPtr submitted = submit(tokens);
+    serve(worker);
+    return finish(submitted);
+  }
   // A call on worker `worker` alone, answered honestly: proves that worker and slots still work.
   bool works(uint32_t worker) {
     Tokens tokens{{static_cast<int32_t>(worker * kExpertsEach)}};
-    const CallPtr call = submit(tokens);
-    puppets[worker].send(echo(puppets[worker].take()));
-    return finish(call).ok() && tokens.is_right();
+    return call(tokens, worker).ok() && tokens.is_right();
+  }
+  Counters counters(uint32_t worker) const {
+    for (const CountersOf& one : client.counters()) {
+      if (one.worker == worker) return one.counters;
+    }
+    return {};
+  }
+  // Gives a worker another path; its puppet has the other end, unless that fails.
+  Status renew(uint32_t worker, transport::SlotGeometry geometry = {3, 4096, 4096}) {
+    auto pair = transport::make_loopback(geometry).value();
+    Status renewed = client.renew_path(worker, {std::move(pair.host), kGeneration + 1});
+    if (renewed.ok()) puppets[worker].channel = std::move(pair.worker);
+    return renewed;
+  }
+  // Gives a lost worker a fresh path and new pulses, as after a restart; `former`, if given, gets
+  // the worker's end of the lost path.
+  Status replace(uint32_t worker, uint64_t generation = kGeneration + 1,
+                 std::unique_ptr<transport::Channel>* former = nullptr) {
+    auto pair = transport::make_loopback({3, 4096, 4096}).value();
+    auto [host_pulse, pulse] = pulse_ends();
+    Status replaced =
+        client.replace_worker(worker, {std::move(pair.host), generation}, std::move(host_pulse));
+    if (!replaced.ok()) return replaced;
+    if (former != nullptr) *former = std::move(puppets[worker].channel);
+    puppets[worker].channel = std::move(pair.worker);
+    puppets[worker].pulse = std::move(pulse);
+    return replaced;
   }
 
   ExpertClient client;
   std::vector<Puppet> puppets;
 
  private:
+  static std::pair<OwnedFd, OwnedFd> pulse_ends() {
+    int ends[2];
+    REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    return {OwnedFd(ends[0]), OwnedFd(ends[1])};
+  }
   void add_worker(uint32_t index, const SceneOptions& options) {
     auto pair = transport::make_loopback(options.geometry).value();
     NewWorker worker;
@@ -208,10 +266,7 @@ class PuppetScene {
     Puppet puppet;
     puppet.channel = std::move(pair.worker);
     if (options.has_pulses) {
-      int ends[2];
-      REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-      worker.pulse = OwnedFd(ends[0]);
-      puppet.pulse = OwnedFd(ends[1]);
+      std::tie(worker.pulse, puppet.pulse) = pulse_ends();
     }
     REQUIRE(client.add_worker(std::move(worker)).value() == index);
     puppets.push_back(std::move(puppet));

@@ -2,7 +2,6 @@
 // that belongs to the lost path passes for an answer.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
-#include <sys/socket.h>
 
 #include <atomic>
 #include <thread>
@@ -12,68 +11,36 @@
 namespace dflash::client {
 namespace {
 
-// Replaces worker 1 under `generation`. The scene's puppet gets the ends of the new path and pulse;
-// `former`, if given, the worker's end of the lost one.
-Status replace(PuppetScene& scene, uint64_t generation = kGeneration + 1,
-               std::unique_ptr<transport::Channel>* former = nullptr) {
-  auto pair = transport::make_loopback({3, 4096, 4096}).value();
-  int ends[2];
-  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-  Status replaced =
-      scene.client.replace_worker(1, {std::move(pair.host), generation}, OwnedFd(ends[0]));
-  OwnedFd pulse(ends[1]);
-  if (!replaced.ok()) return replaced;
-  if (former != nullptr) *former = std::move(scene.puppets[1].channel);
-  scene.puppets[1].channel = std::move(pair.worker);
-  scene.puppets[1].pulse = std::move(pulse);
-  return replaced;
-}
-
-uint64_t rows_of(const PuppetScene& scene, uint32_t worker) {
-  uint64_t rows = 0;
-  for (const CountersOf& one : scene.client.counters())
-    rows += one.worker == worker ? one.counters.rows : 0;
-  return rows;
-}
-
-// The puppet's next message is one of the generation that its channel now has.
-bool works(PuppetScene& scene) {
-  Tokens tokens{{2}};
-  const CallPtr call = scene.submit(tokens);
-  scene.puppets[1].send(echo(scene.puppets[1].take()));
-  return scene.finish(call).ok() && tokens.is_right();
-}
-
 TEST_CASE("a lost worker that is replaced serves calls again, and its counters go on") {
   PuppetScene scene;
-  REQUIRE(works(scene));
+  REQUIRE(scene.works(1));
   scene.client.mark_lost(1, "its process ended");
   Tokens refused{{2}};
   REQUIRE(scene.client.submit(refused.batch(), 3).error().code == ErrorCode::kWorkerLost);
 
-  REQUIRE(replace(scene).ok());
+  REQUIRE(scene.replace(1).ok());
   const WorkerReport report = scene.client.workers()[1];
   CHECK(report.path == PathState::kFresh);
   CHECK(report.reason.empty());
   CHECK(report.generation == kGeneration + 1);
-  CHECK(works(scene));
-  CHECK(rows_of(scene, 1) == 2);
+  CHECK(scene.works(1));
+  CHECK(scene.counters(1).rows == 2);
   CHECK(scene.client.workers()[0].generation == kGeneration);
 }
 
 TEST_CASE("only a lost worker is replaced, and never under the generation that was lost") {
   PuppetScene scene;
-  CHECK(replace(scene).error().message ==
+  CHECK(scene.replace(1).error().message ==
         "worker w1 cannot be replaced: it is not lost; renew its data path, or mark it lost first");
-  CHECK(works(scene));
+  CHECK(scene.works(1));
   scene.client.mark_lost(1, "gone");
-  CHECK(replace(scene, kGeneration).error().code == ErrorCode::kInvalidArgument);
+  CHECK(scene.replace(1, kGeneration).error().code == ErrorCode::kInvalidArgument);
   CHECK(scene.client.replace_worker(1, {nullptr, kGeneration + 1}, OwnedFd()).error().code ==
         ErrorCode::kInvalidArgument);
   auto pair = transport::make_loopback({3, 4096, 4096}).value();
   CHECK(scene.client.replace_worker(7, {std::move(pair.host), 9}, OwnedFd()).error().code ==
         ErrorCode::kInvalidArgument);
-  CHECK(replace(scene).ok());
+  CHECK(scene.replace(1).ok());
 }
 
 TEST_CASE("a late reply on the lost path reaches nobody, and one on the fresh path is a lie") {
@@ -85,11 +52,11 @@ TEST_CASE("a late reply on the lost path reaches nobody, and one on the fresh pa
   CHECK(scene.finish(call).error().code == ErrorCode::kWorkerLost);
 
   std::unique_ptr<transport::Channel> former;
-  REQUIRE(replace(scene, kGeneration + 1, &former).ok());
+  REQUIRE(scene.replace(1, kGeneration + 1, &former).ok());
   const auto late = echo(request).bytes();
   std::copy(late.begin(), late.end(), former->outgoing(request.slot).begin());
   static_cast<void>(former->publish(request.slot, late.size()));  // nobody may be there any more
-  CHECK(works(scene));
+  CHECK(scene.works(1));
   CHECK(tokens.is_untouched());
 
   Tokens more{{2}};
@@ -98,8 +65,8 @@ TEST_CASE("a late reply on the lost path reaches nobody, and one on the fresh pa
   scene.puppets[1].send(fresh.slot, late);  // of the generation that was lost
   CHECK(scene.finish(asked).error().code == ErrorCode::kProtocol);
   CHECK(more.is_untouched());
-  REQUIRE(replace(scene, kGeneration + 2).ok());
-  CHECK(works(scene));
+  REQUIRE(scene.replace(1, kGeneration + 2).ok());
+  CHECK(scene.works(1));
 }
 
 TEST_CASE("the fresh pulses judge the worker, the former ones do not") {
@@ -111,9 +78,9 @@ TEST_CASE("the fresh pulses judge the worker, the former ones do not") {
   auto submitted = scene.client.submit(tokens.batch(), 3);
   if (submitted.ok()) CHECK(scene.finish(submitted.value()).error().code == ErrorCode::kWorkerLost);
   REQUIRE(scene.client.workers()[1].path == PathState::kLost);
-  REQUIRE(replace(scene).ok());
+  REQUIRE(scene.replace(1).ok());
   scene.puppets[1].send_pulse(1);
-  CHECK(works(scene));
+  CHECK(scene.works(1));
 
   Tokens again{{2}};
   const CallPtr call = scene.submit(again);
@@ -155,7 +122,7 @@ TEST_CASE("threads that submit while a worker is lost and replaced get a result 
     }
     scene.client.mark_lost(1, "killed");
     while (num_lost == lost_before && !patience.has_passed()) std::this_thread::yield();
-    REQUIRE(replace(scene, kGeneration + round).ok());
+    REQUIRE(scene.replace(1, kGeneration + round).ok());
   }
   is_over = true;
   scene.client.mark_lost(1, "the test is over");

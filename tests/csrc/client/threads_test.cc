@@ -29,12 +29,7 @@ class EchoThread {
       transport::WaitEntry entry{puppet.channel.get(), std::nullopt, std::nullopt};
       transport::wait_any({&entry, 1}, Deadline::after_ms(5), 0);
       if (!entry.arrival) continue;
-      Message request;
-      request.slot = entry.arrival->slot;
-      const auto bytes = entry.arrival->bytes;
-      request.header = wire::decode_frame_header(bytes.first<wire::kFrameHeaderBytes>()).value();
-      request.payload.assign(bytes.begin() + wire::kFrameHeaderBytes, bytes.end());
-      puppet.send(echo(request));
+      puppet.send(echo(Message(*entry.arrival)));
     }
   }
 
@@ -46,7 +41,7 @@ TEST_CASE("a call ends for a caller who waits no time at all, again and again") 
   PuppetScene scene;
   Tokens tokens{{0}};
   const CallPtr call = scene.submit(tokens);
-  scene.puppets[0].send(echo(scene.puppets[0].take()));
+  scene.serve(0);
   const Deadline patience = Deadline::after_ms(30'000);
   while (!scene.client.wait(call, Deadline::at_ns(0)) && !patience.has_passed()) {
   }
@@ -84,7 +79,7 @@ TEST_CASE("a wait leaves its core alone while spinning is not allowed") {
       has_spun = busy_ns_of_wait(scene, call) > kSleepsNs;
     CHECK(has_spun == spins);
   }
-  scene.puppets[0].send(echo(scene.puppets[0].take()));
+  scene.serve(0);
   CHECK(scene.finish(call).ok());
 }
 
@@ -130,7 +125,7 @@ TEST_CASE(
     while (!stopping) scene.client.wait(never, Deadline::after_ms(20));
   });
   const CallPtr call = scene.submit(answered);
-  scene.puppets[1].send(echo(scene.puppets[1].take()));
+  scene.serve(1);
   CHECK(scene.client.wait(call, Deadline::after_ms(kPatienceMs)));
   CHECK(answered.is_right());
   stopping = true;

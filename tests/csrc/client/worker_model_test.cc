@@ -177,11 +177,7 @@ bool are_spread_evenly() {
       first{{0, 2}}, second{{0, 2}};
   // Worker 0 takes 30 ms for a slice, worker 1 takes 20 ms.
   for (int i = 0; i < 4; ++i) run_call(scene, learned, {30 * kMs, 20 * kMs});
-  const auto calls = [&](uint32_t worker) {
-    for (const CountersOf& one : scene.client.counters())
-      if (one.worker == worker) return one.counters.calls;
-    return uint64_t{0};
-  };
+  const auto calls = [&](uint32_t worker) { return scene.counters(worker).calls; };
   const uint64_t before[2] = {calls(0), calls(1)};
   // Both are idle, then worker 1 has less to do: it gets shard 0, after which worker 0 has less.
   const CallPtr pending[2] = {scene.submit(first), scene.submit(second)};

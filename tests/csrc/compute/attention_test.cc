@@ -9,7 +9,9 @@
 #include "base/dtype.h"
 #include "compute/cpu/attention_split.h"
 #include "compute/paged_rows.h"
+#include "compute/twins.h"
 #include "compute/vector_scalar.h"
+#include "failed.h"
 
 namespace dflash::compute {
 namespace {
@@ -34,7 +36,7 @@ Bits bits_of(const PagedCase& layer, const Tokens& tokens, uint32_t first, uint3
 void check_all_sets(const PagedCase& layer, uint32_t first, uint32_t count) {
   const Tokens tokens(layer, first + count, 7);
   const Bits expected = bits_of(layer, tokens, first, count, Isa::kReference);
-  for (Isa isa : kernel_isas()) {
+  for (Isa isa : toy::kernel_sets()) {
     CAPTURE(isa_name(isa));
     CHECK(bits_of(layer, tokens, first, count, isa) == expected);
   }
@@ -142,7 +144,7 @@ TEST_CASE("attention: a row's bits do not depend on threads, neighbours or block
   std::swap(odd_c[0], odd_c[5]);
   paged.store(a, table_a, 0, 300);
   paged.store(b, table_b, 0, 37);
-  for (Isa isa : kernel_isas()) {
+  for (Isa isa : toy::kernel_sets()) {
     for (uint32_t threads : {1u, 2u, 3u}) {
       CAPTURE(isa_name(isa));
       CAPTURE(threads);
@@ -185,7 +187,7 @@ TEST_CASE("attention: a NaN makes the rows that see it NaN, of one pattern, and 
   Tokens tokens(layer, 60, 5);
   tokens.keys[30 * 16 + 3] = std::bit_cast<float>(0xffc12345u);
   tokens.values[5 * 16 + 3] = std::numeric_limits<float>::infinity();
-  for (Isa isa : kernel_isas()) {
+  for (Isa isa : toy::kernel_sets()) {
     CAPTURE(isa_name(isa));
     const Bits found = bits_of(layer, tokens, 0, 60, isa);
     for (uint32_t row = 0; row < 60; ++row) {
@@ -220,8 +222,7 @@ TEST_CASE("attention: outputs are rounded once, and what exceeds a dtype fails n
       paged_attention(*pool.value(), best_isa(), paged.kv.view(), step.plan, layer.form, 2,
                       view_of(step.queries, 0, 3, 32),
                       {reinterpret_cast<std::byte*>(halves.data()), Dtype::kF16, 80}, scratch);
-  CHECK(done.error().code == ErrorCode::kRange);
-  CHECK(done.error().message.find("row 2 ") == 0);
+  CHECK(done == Failed(ErrorCode::kRange, "row 2 "));
   for (uint32_t row = 0; row < 2; ++row) {
     for (uint32_t i = 0; i < 40; ++i) {
       const float value = i < 32 ? std::bit_cast<float>(wide[row * 32 + i]) : 0.0f;
@@ -258,7 +259,7 @@ TEST_CASE("attention: arguments that do not fit each other are refused") {
   CHECK(plan_refusal(16, 1) == "sequence 0 has block -1");
   CHECK(plan_refusal(30, 3) == "sequence 0 has 2 blocks; 33 tokens need 3");
   CHECK(plan_refusal(3, 0) == "sequence 0 has no rows");
-  CHECK(plan_refusal(0x7fffffff, 5).find("beyond 2^31") != std::string::npos);
+  CHECK(plan_refusal(0x7fffffff, 5) == Has{"beyond 2^31"});
 }
 
 TEST_CASE("attention: a split has every tile of every row once, for any number of threads") {

@@ -6,9 +6,7 @@
 #include <cmath>
 
 #include "base/dtype.h"
-#include "compute/cpu/cpu_backend.h"
-#include "compute/reference/reference.h"
-#include "toy_experts.h"
+#include "twins.h"
 
 namespace dflash::compute {
 namespace {
@@ -58,18 +56,13 @@ std::vector<double> error_bound(const ExpertWeights& weights, const std::vector<
 }
 
 void check_class(NumericsClass numerics, Isa isa, double step) {
-  FfnSpec spec;
-  spec.in_size = 512, spec.intermediate_size = 256, spec.out_size = 200;
+  const FfnSpec spec = toy::spec_of(512, 256, 200);
   const Experts experts(spec, 1, Dtype::kBF16, 61);
-  Batch batch = Batch::random(spec, 1, 24, 0, 62);
-  batch.row_counts.assign(24, 1);
-  batch.ids.assign(24, 0);
-  batch.weights.assign(24, 1.0f);
-  const auto backend = CpuBackend::create(isa_is_supported(isa) ? isa : Isa::kReference, 1).value();
-  const auto layer = backend->create_layer(spec, 1, WeightFormat::kBF16, numerics).value();
+  const Batch batch = Batch::of_one_expert(spec, 24, 0, 62, 1.0f);
+  const auto layer = toy::layer_of(isa_is_supported(isa) ? isa : Isa::kReference, spec, 1,
+                                   WeightFormat::kBF16, numerics);
   REQUIRE(experts.load_into(*layer).ok());
-  std::vector<std::byte> reply;
-  REQUIRE(batch.run(*layer, reply).ok());
+  const std::vector<std::byte> reply = reply_of(*layer, batch);
   const std::vector<std::byte> encoded = toy::encode(batch.row_dtype, batch.rows);
   std::vector<std::byte> unused(reply.size());
   const std::vector<double> exact =

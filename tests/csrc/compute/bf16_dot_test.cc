@@ -3,22 +3,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
-#include <bit>
-#include <cmath>
 #include <limits>
 
-#include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/panels/pack.h"
-#include "compute/reference/reference.h"
-#include "toy_experts.h"
+#include "twins.h"
 
 namespace dflash::compute {
 namespace {
 
 using toy::Batch;
 using toy::Experts;
-using toy::reply_of;
 using toy::spec_of;
+using toy::Twins;
 
 #if defined(__aarch64__)
 constexpr NumericsClass kClass = NumericsClass::kBf16Bfdot;
@@ -28,28 +24,11 @@ constexpr NumericsClass kClass = NumericsClass::kBf16Dot;
 constexpr Isa kIsa = Isa::kAvx512Bf16;
 #endif
 
-bool is_available() { return isa_is_supported(kIsa); }
-
-struct Loaded {
-  std::unique_ptr<CpuBackend> backend;
-  std::unique_ptr<ExpertLayer> layer;
-};
-
-Loaded load(Isa isa, uint32_t threads, const Experts& experts, uint32_t count) {
-  Loaded loaded;
-  loaded.backend = CpuBackend::create(isa, threads).value();
-  loaded.layer =
-      loaded.backend->create_layer(experts.spec(), count, WeightFormat::kBF16, kClass).value();
-  REQUIRE(experts.load_into(*loaded.layer).ok());
-  return loaded;
-}
+// None on a processor without the instruction.
+const toy::Machines kMachines = toy::kernel_sets_of(kClass);
 
 TEST_CASE("bf16 dot products: kernels give the twin's bits over shapes and dtypes of rows") {
-  if (!is_available()) return;
-  struct Shape {
-    uint32_t in, intermediate, out;
-  };
-  const Shape shapes[] = {
+  const std::vector<toy::Shape> shapes = {
       {1,   1,   1  },
       {7,   5,   3  },
       {64,  33,  65 },
@@ -59,132 +38,46 @@ TEST_CASE("bf16 dot products: kernels give the twin's bits over shapes and dtype
       {600, 31,  515},
       {513, 511, 40 }
   };
-  uint32_t seed = 1;
-  for (const Shape& shape : shapes) {
-    for (Dtype row_dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
-      const Experts experts(spec_of(shape.in, shape.intermediate, shape.out), 5, Dtype::kBF16,
-                            ++seed);
-      Batch batch = Batch::random(experts.spec(), 5, 9, 4, ++seed);
-      batch.row_dtype = row_dtype;
-      batch.reply_dtype = static_cast<Dtype>(seed / 3 % 3);
-      CAPTURE(shape.in);
-      CHECK(reply_of(*load(kIsa, 1, experts, 5).layer, batch) ==
-            reply_of(*load(Isa::kReference, 1, experts, 5).layer, batch));
-    }
-  }
+  check_shapes(kMachines, shapes, {WeightFormat::kBF16});
 }
 
 TEST_CASE(
     "bf16 dot products: every number of rows gives the twin's bits, on one expert and spread over "
     "several") {
-  if (!is_available()) return;
   const Experts experts(spec_of(300, 70, 100), 3, Dtype::kBF16, 5);
-  const Loaded twin = load(Isa::kReference, 1, experts, 3), loaded = load(kIsa, 1, experts, 3);
-  for (uint32_t rows :
-       {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 10u, 11u, 12u, 13u, 23u, 37u, 70u, 97u, 200u}) {
-    Batch one = Batch::random(experts.spec(), 1, rows, 1, rows);
-    one.row_counts.assign(rows, 1);
-    one.ids.assign(rows, 1);
-    one.weights.assign(rows, 0.75f);
-    CHECK(reply_of(*loaded.layer, one) == reply_of(*twin.layer, one));
-    const Batch several = Batch::random(experts.spec(), 3, rows, 6, rows);
-    CHECK(reply_of(*loaded.layer, several) == reply_of(*twin.layer, several));
-  }
+  check_numbers_of_rows(kMachines, experts, Dtype::kBF16,
+                        {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 23, 37, 70, 97, 200});
 }
 
 TEST_CASE("bf16 dot products: gates, biases and odd widths give the twin's bits") {
-  if (!is_available()) return;
-  uint32_t seed = 100;
-  for (GateKind gate : {GateKind::kNone, GateKind::kGated, GateKind::kClampedSwiglu}) {
-    for (Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kReluSquared}) {
-      FfnSpec spec = spec_of(41, 51, 61);
-      spec.activation = activation;
-      spec.gate = gate;
-      spec.has_gate_up_bias = ++seed % 2 == 0;
-      spec.has_down_bias = seed / 2 % 2 == 0;
-      if (gate == GateKind::kClampedSwiglu)
-        spec.alpha = 1.702f, spec.up_offset = 1.0f, spec.up_limit = 0.75f;
-      const Experts experts(spec, 2, Dtype::kBF16, seed);
-      const Batch batch = Batch::random(spec, 2, 14, 3, seed);
-      CHECK(reply_of(*load(kIsa, 1, experts, 2).layer, batch) ==
-            reply_of(*load(Isa::kReference, 1, experts, 2).layer, batch));
-    }
-  }
+  check_gates(kMachines, {Activation::kSilu, Activation::kGelu, Activation::kReluSquared},
+              Dtype::kBF16, Dtype::kBF16);
 }
 
 TEST_CASE("bf16 dot products: one, two and three threads give the same bits") {
-  if (!is_available()) return;
   const Experts experts(spec_of(512, 200, 384), 6, Dtype::kBF16, 9);
-  const Loaded one = load(kIsa, 1, experts, 6);
-  for (uint32_t threads : {2u, 3u}) {
-    const Loaded more = load(kIsa, threads, experts, 6);
-    for (uint32_t rows : {1u, 5u, 40u}) {
-      const Batch batch = Batch::random(experts.spec(), 6, rows, 4, rows + threads);
-      CHECK(reply_of(*more.layer, batch) == reply_of(*one.layer, batch));
-    }
-  }
+  check_numbers_of_rows(toy::kernel_sets_of(kClass, {1, 2, 3}), experts, Dtype::kBF16, {1, 5, 40});
 }
 
 TEST_CASE("bf16 dot products: a row's bits do not depend on the rows beside it") {
-  for (Isa isa : {Isa::kReference, kIsa}) {
-    if (!isa_is_supported(isa)) continue;
-    const Experts experts(spec_of(320, 90, 128), 2, Dtype::kBF16, 21);
-    const Loaded loaded = load(isa, 1, experts, 2);
-    const Batch batch = Batch::random(experts.spec(), 2, 30, 4, 22);
-    const std::vector<std::byte> together = reply_of(*loaded.layer, batch);
-    const size_t row_bytes = 4 * experts.spec().out_size, in_size = experts.spec().in_size;
-    for (uint32_t begin = 0, end = 1, pair = 0; begin < batch.num_rows();
-         begin = end, end = std::min(2 * end, batch.num_rows())) {
-      Batch slice;  // rows [begin, end): slices of 1, 1, 2, 4, ... rows
-      slice.rows.assign(batch.rows.begin() + begin * static_cast<long>(in_size),
-                        batch.rows.begin() + end * static_cast<long>(in_size));
-      for (uint32_t r = begin; r < end; ++r) {
-        slice.row_counts.push_back(batch.row_counts[r]);
-        for (uint32_t n = 0; n < batch.row_counts[r]; ++n, ++pair) {
-          slice.ids.push_back(batch.ids[pair]);
-          slice.weights.push_back(batch.weights[pair]);
-        }
-      }
-      const std::vector<std::byte> found = reply_of(*loaded.layer, slice);
-      REQUIRE(std::memcmp(found.data(), together.data() + begin * row_bytes, found.size()) == 0);
-    }
-  }
+  const Experts experts(spec_of(320, 90, 128), 2, Dtype::kBF16, 21);
+  Twins(kMachines, experts, Dtype::kBF16).check_slices(Batch::random(experts.spec(), 2, 30, 4, 22));
 }
 
 TEST_CASE("bf16 dot products: NaN, infinity and what rounds to infinity stay in their own row") {
   const Experts experts(spec_of(64, 48, 80), 3, Dtype::kBF16, 31);
-  Batch clean = Batch::random(experts.spec(), 3, 20, 0, 32);
-  clean.row_counts.assign(20, 2);
-  for (uint32_t r = 0; r < 20; ++r) {
-    for (uint32_t n = 0; n < 2; ++n)
-      clean.ids.push_back(static_cast<uint16_t>((r + n) % 3)), clean.weights.push_back(0.5f);
-  }
-  Batch dirty = clean;
-  dirty.rows[3 * 64 + 5] = std::bit_cast<float>(0xffabcdefu);  // a negative NaN with a payload
-  dirty.rows[7 * 64 + 1] = std::numeric_limits<float>::infinity();
-  dirty.rows[11 * 64 + 9] = std::numeric_limits<float>::max();  // rounds to infinity
-  const Loaded twin = load(Isa::kReference, 1, experts, 3);
-  const std::vector<std::byte> expected = reply_of(*twin.layer, dirty),
-                               untouched = reply_of(*twin.layer, clean);
-  for (uint32_t r = 0; r < 20; ++r) {
-    uint32_t bits;
-    std::memcpy(&bits, expected.data() + r * 320, 4);
-    if (r == 3 || r == 7 || r == 11)
-      CHECK(bits == 0x7fc00000u);
-    else
-      CHECK(std::memcmp(expected.data() + r * 320, untouched.data() + r * 320, 320) == 0);
-  }
-  if (is_available()) CHECK(reply_of(*load(kIsa, 1, experts, 3).layer, dirty) == expected);
+  std::vector<float> specials = toy::special_values();
+  specials[2] = std::numeric_limits<float>::max();  // rounds to infinity
+  check_special_rows(kMachines, experts, Dtype::kBF16, specials);
 }
 
 TEST_CASE("bf16 dot products: rows, weights and sums among the subnormals give the twin's bits") {
-  if (!is_available()) return;
   const Experts experts(spec_of(64, 48, 80), 2, Dtype::kBF16, 41);
-  const Loaded twin = load(Isa::kReference, 1, experts, 2), loaded = load(kIsa, 2, experts, 2);
+  const Twins twins(toy::kernel_sets_of(kClass, {2}), experts, Dtype::kBF16);
   for (float scale : {1e-36f, 1e-37f, 1e-38f, 1e-19f}) {  // 1e-19: intermediate values near 2^-126
     Batch batch = Batch::random(experts.spec(), 2, 9, 2, 42);
     for (float& value : batch.rows) value *= scale;
-    CHECK(reply_of(*loaded.layer, batch) == reply_of(*twin.layer, batch));
+    twins.check(batch);
   }
 }
 
@@ -211,15 +104,14 @@ TEST_CASE(
 }
 
 TEST_CASE("bf16 dot products: a layer holds as many bytes as in f32-canonical, odd widths too") {
-  if (!is_available()) return;
+  if (!isa_is_supported(kIsa)) return;
   for (const FfnSpec& spec : {spec_of(64, 48, 80), spec_of(33, 65, 31)}) {
     const Experts experts(spec, 2, Dtype::kBF16, 51);
-    const auto backend = CpuBackend::create(kIsa, 1).value();
-    const auto canonical = backend->create_layer(spec, 2, WeightFormat::kBF16).value();
-    REQUIRE(experts.load_into(*canonical).ok());
-    CHECK(load(kIsa, 1, experts, 2).layer->resident_bytes() == canonical->resident_bytes());
-    CHECK(canonical->resident_bytes() ==
-          CpuBackend::predicted_bytes(kIsa, spec, 2, WeightFormat::kBF16));
+    for (NumericsClass numerics : {kClass, kDefaultNumerics}) {
+      const auto layer = toy::load(kIsa, experts, Dtype::kBF16, numerics);
+      CHECK(layer->resident_bytes() ==
+            CpuBackend::predicted_bytes(kIsa, spec, 2, WeightFormat::kBF16));
+    }
   }
 }
 

@@ -3,49 +3,26 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
-#include <bit>
 #include <cmath>
-#include <limits>
 
-#include "compute/cpu/cpu_backend.h"
-#include "compute/reference/reference.h"
 #include "foreign_float_mode.h"
-#include "toy_experts.h"
+#include "twins.h"
 
 namespace dflash::compute {
 namespace {
 
 using toy::Batch;
 using toy::Experts;
+using toy::kernel_sets;
+using toy::kernel_sets_of;
 using toy::reply_of;
 using toy::spec_of;
+using toy::Twins;
 
-std::vector<Isa> kernel_sets() {
-  std::vector<Isa> sets;
-  for (Isa isa : kAllIsas) {
-    if (isa != Isa::kReference && isa_is_supported(isa)) sets.push_back(isa);
-  }
-  return sets;
-}
-
-struct Loaded {
-  std::unique_ptr<CpuBackend> backend;
-  std::unique_ptr<ExpertLayer> layer;
-};
-
-Loaded load(Isa isa, uint32_t threads, const Experts& experts, uint32_t count, Dtype resident) {
-  Loaded loaded;
-  loaded.backend = CpuBackend::create(isa, threads).value();
-  loaded.layer = loaded.backend->create_layer(experts.spec(), count, resident).value();
-  REQUIRE(experts.load_into(*loaded.layer).ok());
-  return loaded;
-}
+const toy::Machines kMachines = kernel_sets_of(NumericsClass::kF32Canonical);
 
 TEST_CASE("every instruction set gives the reference's bits over shapes and dtypes") {
-  struct Shape {
-    uint32_t in, intermediate, out;
-  };
-  const Shape shapes[] = {
+  const std::vector<toy::Shape> shapes = {
       {1,   1,   1  },
       {7,   5,   3  },
       {64,  33,  65 },
@@ -54,145 +31,44 @@ TEST_CASE("every instruction set gives the reference's bits over shapes and dtyp
       {257, 300, 71 },
       {600, 31,  515}
   };
-  uint32_t seed = 1;
-  for (const Shape& shape : shapes) {
-    for (Dtype dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
-      const FfnSpec spec = spec_of(shape.in, shape.intermediate, shape.out);
-      const Experts experts(spec, 5, dtype, ++seed);
-      const auto reference = make_reference_layer(spec, 5);
-      REQUIRE(experts.load_into(*reference).ok());
-      Batch batch = Batch::random(spec, 5, 9, 4, ++seed);
-      batch.row_dtype = static_cast<Dtype>(seed % 3);
-      batch.reply_dtype = static_cast<Dtype>(seed / 3 % 3);
-      const std::vector<std::byte> expected = reply_of(*reference, batch);
-      for (Isa isa : kernel_sets()) {
-        CAPTURE(isa_name(isa));
-        CAPTURE(shape.in);
-        CAPTURE(dtype_name(dtype));
-        CHECK(reply_of(*load(isa, 1, experts, 5, dtype).layer, batch) == expected);
-        if (dtype != Dtype::kF32)
-          CHECK(reply_of(*load(isa, 1, experts, 5, Dtype::kF32).layer, batch) == expected);
-      }
-    }
+  check_shapes(kMachines, shapes, {WeightFormat::kF32, WeightFormat::kF16, WeightFormat::kBF16});
+}
+
+TEST_CASE("narrow weights held as float32 give the reference's bits") {
+  for (Dtype stored : {Dtype::kF16, Dtype::kBF16}) {
+    const Experts experts(spec_of(257, 300, 71), 5, stored, 8);
+    Twins(kMachines, experts, WeightFormat::kF32).check(Batch::random(experts.spec(), 5, 9, 4, 9));
   }
 }
 
 TEST_CASE(
     "every number of rows gives the reference's bits, on one expert and spread over several") {
-  const FfnSpec spec = spec_of(300, 70, 100);
-  const Experts experts(spec, 3, Dtype::kBF16, 5);
-  const auto reference = make_reference_layer(spec, 3);
-  REQUIRE(experts.load_into(*reference).ok());
-  for (Isa isa : kernel_sets()) {
-    const Loaded loaded = load(isa, 1, experts, 3, Dtype::kBF16);
-    for (uint32_t rows : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 10u, 11u, 12u, 13u, 23u, 37u, 70u}) {
-      Batch one = Batch::random(spec, 1, rows, 1, rows);
-      one.row_counts.assign(rows, 1);
-      one.ids.assign(rows, 1);
-      one.weights.assign(rows, 0.75f);
-      CHECK(reply_of(*loaded.layer, one) == reply_of(*reference, one));
-      const Batch several = Batch::random(spec, 3, rows, 6, rows);
-      CHECK(reply_of(*loaded.layer, several) == reply_of(*reference, several));
-    }
-  }
+  const Experts experts(spec_of(300, 70, 100), 3, Dtype::kBF16, 5);
+  check_numbers_of_rows(kMachines, experts, Dtype::kBF16,
+                        {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 23, 37, 70});
 }
 
 TEST_CASE("every activation, gate and bias gives the reference's bits") {
-  uint32_t seed = 100;
-  for (int activation = 0; activation <= 7; ++activation) {
-    for (int gate = 0; gate <= 2; ++gate) {
-      FfnSpec spec = spec_of(40, 50, 60);
-      spec.activation = static_cast<Activation>(activation);
-      spec.gate = static_cast<GateKind>(gate);
-      spec.has_gate_up_bias = ++seed % 2 == 0;
-      spec.has_down_bias = seed / 2 % 2 == 0;
-      if (spec.gate == GateKind::kClampedSwiglu) spec.alpha = 1.702f, spec.up_offset = 1.0f;
-      if (spec.gate != GateKind::kNone && seed % 3 == 0)
-        spec.gate_max = 0.5f, spec.up_limit = 0.75f;
-      REQUIRE(spec.validate().ok());
-      const Experts experts(spec, 2, Dtype::kF16, seed);
-      const auto reference = make_reference_layer(spec, 2);
-      REQUIRE(experts.load_into(*reference).ok());
-      Batch batch = Batch::random(spec, 2, 14, 3, seed);
-      for (float& value : batch.rows) value *= 4.0f;  // into the tails of the activations
-      const std::vector<std::byte> expected = reply_of(*reference, batch);
-      for (Isa isa : kernel_sets())
-        CHECK(reply_of(*load(isa, 1, experts, 2, Dtype::kF16).layer, batch) == expected);
-    }
-  }
+  check_gates(kMachines, toy::all_activations(), Dtype::kF16, Dtype::kF16);
 }
 
 TEST_CASE("one, two and three threads give the same bits") {
-  const FfnSpec spec = spec_of(512, 200, 384);
-  const Experts experts(spec, 6, Dtype::kBF16, 9);
-  for (Isa isa : kernel_sets()) {
-    const Loaded one = load(isa, 1, experts, 6, Dtype::kBF16);
-    for (uint32_t threads : {2u, 3u}) {
-      const Loaded more = load(isa, threads, experts, 6, Dtype::kBF16);
-      for (uint32_t rows : {1u, 5u, 40u}) {
-        const Batch batch = Batch::random(spec, 6, rows, 4, rows + threads);
-        CHECK(reply_of(*more.layer, batch) == reply_of(*one.layer, batch));
-      }
-    }
-  }
+  const Experts experts(spec_of(512, 200, 384), 6, Dtype::kBF16, 9);
+  check_numbers_of_rows(kernel_sets_of(NumericsClass::kF32Canonical, {1, 2, 3}), experts,
+                        Dtype::kBF16, {1, 5, 40});
 }
 
 TEST_CASE("a row's bits do not depend on the rows beside it") {
-  const FfnSpec spec = spec_of(320, 90, 128);
-  const Experts experts(spec, 4, Dtype::kF32, 21);
-  for (Isa isa : kernel_sets()) {
-    const Loaded loaded = load(isa, 1, experts, 4, Dtype::kF32);
-    const Batch batch = Batch::random(spec, 4, 30, 4, 22);
-    const std::vector<std::byte> together = reply_of(*loaded.layer, batch);
-    const size_t row_bytes = 4 * spec.out_size;
-    size_t pair = 0;
-    for (uint32_t r = 0; r < batch.num_rows(); ++r) {
-      Batch alone;
-      alone.rows.assign(batch.rows.begin() + r * spec.in_size,
-                        batch.rows.begin() + (r + 1) * spec.in_size);
-      alone.row_counts = {batch.row_counts[r]};
-      alone.ids.assign(batch.ids.begin() + static_cast<long>(pair),
-                       batch.ids.begin() + static_cast<long>(pair + batch.row_counts[r]));
-      alone.weights.assign(batch.weights.begin() + static_cast<long>(pair),
-                           batch.weights.begin() + static_cast<long>(pair + batch.row_counts[r]));
-      pair += batch.row_counts[r];
-      const std::vector<std::byte> found = reply_of(*loaded.layer, alone);
-      REQUIRE(std::memcmp(found.data(), together.data() + r * row_bytes, row_bytes) == 0);
-    }
-  }
+  const Experts experts(spec_of(320, 90, 128), 4, Dtype::kF32, 21);
+  const Twins twins(kMachines, experts, Dtype::kF32);
+  const Batch batch = Batch::random(experts.spec(), 4, 30, 4, 22);
+  twins.check_slices(batch);
+  for (uint32_t r = 0; r < batch.num_rows(); ++r) twins.check(batch.slice(r, r + 1));
 }
 
 TEST_CASE("NaN and infinity stay in their own row, as the one canonical NaN") {
-  const FfnSpec spec = spec_of(64, 48, 80);
-  const Experts experts(spec, 3, Dtype::kBF16, 31);
-  Batch clean = Batch::random(spec, 3, 20, 0, 32);
-  clean.row_counts.assign(20, 2);
-  for (uint32_t r = 0; r < 20; ++r) {
-    for (uint32_t n = 0; n < 2; ++n)
-      clean.ids.push_back(static_cast<uint16_t>((r + n) % 3)), clean.weights.push_back(0.5f);
-  }
-  Batch dirty = clean;
-  dirty.rows[3 * 64 + 5] = std::bit_cast<float>(0xffabcdefu);  // a negative NaN with a payload
-  dirty.rows[7 * 64 + 1] = std::numeric_limits<float>::infinity();
-  dirty.rows[11 * 64 + 9] = std::bit_cast<float>(0x7f800001u);  // signalling
-  const auto reference = make_reference_layer(spec, 3);
-  REQUIRE(experts.load_into(*reference).ok());
-  const std::vector<std::byte> expected = reply_of(*reference, dirty);
-  for (Isa isa : kernel_sets()) {
-    const Loaded loaded = load(isa, 1, experts, 3, Dtype::kBF16);
-    const std::vector<std::byte> found = reply_of(*loaded.layer, dirty),
-                                 untouched = reply_of(*loaded.layer, clean);
-    CHECK(found == expected);
-    for (uint32_t r : {3u, 7u, 11u}) {
-      uint32_t bits;
-      std::memcpy(&bits, found.data() + r * 80 * 4, 4);
-      CHECK(bits == 0x7fc00000u);
-    }
-    for (uint32_t r = 0; r < 20; ++r) {
-      if (r == 3 || r == 7 || r == 11) continue;
-      CHECK(std::memcmp(found.data() + r * 320, untouched.data() + r * 320, 320) == 0);
-    }
-  }
+  const Experts experts(spec_of(64, 48, 80), 3, Dtype::kBF16, 31);
+  check_special_rows(kMachines, experts, Dtype::kBF16, toy::special_values());
 }
 
 TEST_CASE("the caller's floating-point mode changes nothing and comes back") {
@@ -201,11 +77,11 @@ TEST_CASE("the caller's floating-point mode changes nothing and comes back") {
   Batch batch = Batch::random(spec, 2, 6, 2, 42);
   for (float& value : batch.rows) value *= 1e-38f;  // products in the subnormal range
   for (Isa isa : kernel_sets()) {
-    const Loaded loaded = load(isa, 2, experts, 2, Dtype::kF32);
-    const std::vector<std::byte> expected = reply_of(*loaded.layer, batch);
+    const auto layer = toy::load(isa, experts, Dtype::kF32, kDefaultNumerics, 2);
+    const std::vector<std::byte> expected = reply_of(*layer, batch);
     for (const unsigned word : kForeignModes) {
       const ForeignFloatMode mode(word);
-      const std::vector<std::byte> found = reply_of(*loaded.layer, batch);
+      const std::vector<std::byte> found = reply_of(*layer, batch);
       CHECK(float_control() == word);
       CHECK(found == expected);
     }
@@ -213,14 +89,12 @@ TEST_CASE("the caller's floating-point mode changes nothing and comes back") {
 }
 
 TEST_CASE("a row without experts gets zeros and a batch without rows is fine") {
-  const FfnSpec spec = spec_of(16, 16, 40);
-  const Experts experts(spec, 2, Dtype::kF32, 51);
-  Batch batch = Batch::random(spec, 2, 3, 0, 52);
-  for (Isa isa : kernel_sets()) {
-    const Loaded loaded = load(isa, 2, experts, 2, Dtype::kF32);
-    CHECK(reply_of(*loaded.layer, batch) == std::vector<std::byte>(3 * 40 * 4, std::byte{0}));
-    CHECK(reply_of(*loaded.layer, Batch{}).empty());
-  }
+  const Experts experts(spec_of(16, 16, 40), 2, Dtype::kF32, 51);
+  const Twins twins(kernel_sets_of(NumericsClass::kF32Canonical, {2}), experts, Dtype::kF32);
+  const Batch batch = Batch::random(experts.spec(), 2, 3, 0, 52);
+  CHECK(reply_of(twins.twin(), batch) == std::vector<std::byte>(3 * 40 * 4, std::byte{0}));
+  twins.check(batch);
+  twins.check(Batch{});
 }
 
 TEST_CASE("the result is within the derived bound of float64") {
@@ -228,8 +102,8 @@ TEST_CASE("the result is within the derived bound of float64") {
   spec.has_gate_up_bias = spec.has_down_bias = true;
   const Experts experts(spec, 4, Dtype::kBF16, 61);
   const Batch batch = Batch::random(spec, 4, 24, 4, 62);
-  const Loaded loaded = load(best_isa(), 1, experts, 4, Dtype::kBF16);
-  const std::vector<std::byte> bytes = reply_of(*loaded.layer, batch);
+  const auto layer = toy::load(best_isa(), experts, Dtype::kBF16);
+  const std::vector<std::byte> bytes = reply_of(*layer, batch);
   const std::vector<std::byte> encoded = toy::encode(batch.row_dtype, batch.rows);
   std::vector<std::byte> unused(bytes.size());
   const std::vector<double> exact =

@@ -9,33 +9,26 @@
 #include <vector>
 
 #include "base/convert_kernels.h"
-#include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/panels/quantize_groups.h"
 #include "compute/formats/dequantize.h"
+#include "failed.h"
 #include "memory_file.h"
-#include "stored_experts.h"
+#include "twins.h"
 
 namespace dflash::compute {
 namespace {
 
-FfnSpec spec() {
-  FfnSpec made;
-  made.in_size = 1024;
-  made.intermediate_size = 768;
-  made.out_size = 1024;
-  return made;
-}
+FfnSpec spec() { return toy::spec_of(1024, 768, 1024); }
 
 TEST_CASE("experts read from a file in parts compute what experts in memory do, in every format") {
-  const auto backend = CpuBackend::create(best_isa(), 1).value();
   const toy::Batch batch = toy::Batch::random(spec(), 1, 3, 3, 5);
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
     const auto resident = static_cast<WeightFormat>(value);
     if (!has_panels(resident)) continue;
-    const WeightFormat stored = format_facts(resident).is_stored ? resident : WeightFormat::kBF16;
-    const toy::StoredExperts experts(spec(), 1, stored, stored, value + 1u);
-    const auto from_memory = backend->create_layer(spec(), 1, resident).value();
-    const auto from_file = backend->create_layer(spec(), 1, resident).value();
+    const toy::StoredExperts experts(spec(), 1, toy::source_of(resident), toy::source_of(resident),
+                                     value + 1u);
+    const auto from_memory = toy::layer_of(best_isa(), spec(), 1, resident),
+               from_file = toy::layer_of(best_isa(), spec(), 1, resident);
     const toy::MemoryFile file;
     YieldingProgress progress{0};
     REQUIRE(from_memory->load_expert(0, experts.weights(0), progress).ok());
@@ -47,29 +40,24 @@ TEST_CASE("experts read from a file in parts compute what experts in memory do, 
 }
 
 TEST_CASE("a file that ends while an expert is read from it leaves the expert unloaded") {
-  const auto backend = CpuBackend::create(best_isa(), 1).value();
-  const auto layer = backend->create_layer(spec(), 1, WeightFormat::kBF16).value();
+  const auto layer = toy::layer_of(best_isa(), spec(), 1, WeightFormat::kBF16);
   const toy::StoredExperts experts(spec(), 1, WeightFormat::kBF16, WeightFormat::kBF16, 1);
   const toy::MemoryFile file(4);
   YieldingProgress progress{0};
-  const Status loaded = layer->load_expert(0, toy::in_file(experts.weights(0), file), progress);
-  REQUIRE_FALSE(loaded.ok());
-  CHECK(loaded.error().code == ErrorCode::kCheckpoint);
+  CHECK(layer->load_expert(0, toy::in_file(experts.weights(0), file), progress) ==
+        Failed(ErrorCode::kCheckpoint));
   std::vector<std::byte> reply;
   CHECK_FALSE(toy::Batch::random(spec(), 1, 3, 3, 5).run(*layer, reply).ok());
 }
 
 TEST_CASE("a damaged scale behind the first part is named by its place in the whole matrix") {
-  const auto backend = CpuBackend::create(best_isa(), 1).value();
-  const auto layer = backend->create_layer(spec(), 1, WeightFormat::kQ8_0).value();
+  const auto layer = toy::layer_of(best_isa(), spec(), 1, WeightFormat::kQ8_0);
   toy::StoredExperts experts(spec(), 1, WeightFormat::kQ8_0, WeightFormat::kQ8_0, 1);
   experts.damage_down(1000);
   const toy::MemoryFile file;
   YieldingProgress progress{0};
-  const Status loaded = layer->load_expert(0, toy::in_file(experts.weights(0), file), progress);
-  REQUIRE_FALSE(loaded.ok());
-  CHECK_MESSAGE(loaded.error().message.find("output 1000,") != std::string::npos,
-                loaded.error().message);
+  CHECK(layer->load_expert(0, toy::in_file(experts.weights(0), file), progress) ==
+        Failed(ErrorCode::kCheckpoint, "output 1000,"));
 }
 
 using Quantize = void (*)(const float*, uint32_t, float, int8_t*, float*);

@@ -5,11 +5,10 @@
 
 #include <cmath>
 
-#include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/packed_experts.h"
 #include "compute/formats/dequantize.h"
-#include "compute/reference/reference.h"
-#include "stored_experts.h"
+#include "failed.h"
+#include "twins.h"
 
 namespace dflash::compute {
 namespace {
@@ -20,13 +19,7 @@ using toy::source_of;
 using toy::spec_of;
 using toy::StoredExperts;
 
-std::vector<Isa> kernel_sets() {
-  std::vector<Isa> sets;
-  for (Isa isa : kAllIsas) {
-    if (isa != Isa::kReference && isa_is_supported(isa)) sets.push_back(isa);
-  }
-  return sets;
-}
+const toy::Machines kMachines = toy::kernel_sets_of(NumericsClass::kF32Canonical);
 
 std::vector<WeightFormat> quantized_formats() {
   std::vector<WeightFormat> formats;
@@ -37,33 +30,12 @@ std::vector<WeightFormat> quantized_formats() {
   return formats;
 }
 
-// All kernel sets against the reference, for `rows` rows of two experts.
-void check_formats(const FfnSpec& spec, ResidentFormats formats, uint32_t rows, uint32_t seed) {
-  const StoredExperts experts(spec, 2, source_of(formats.gate_up), source_of(formats.down), seed);
-  const auto reference = make_reference_layer(spec, 2, formats);
-  REQUIRE(experts.load_into(*reference).ok());
-  const Batch batch = Batch::random(spec, 2, rows, 3, seed + 1);
-  const std::vector<std::byte> expected = reply_of(*reference, batch);
-  for (Isa isa : kernel_sets()) {
-    CAPTURE(isa_name(isa));
-    CAPTURE(format_name(formats.gate_up));
-    CAPTURE(format_name(formats.down));
-    CAPTURE(rows);
-    const auto backend = CpuBackend::create(isa, 1).value();
-    const auto layer = backend->create_layer(spec, 2, formats).value();
-    REQUIRE(experts.load_into(*layer).ok());
-    CHECK(reply_of(*layer, batch) == expected);
-  }
-}
-
 TEST_CASE(
     "every format gives the reference's bits in every instruction set, for each number of rows up "
     "to a tile and beyond") {
   uint32_t seed = 1;
-  for (WeightFormat format : quantized_formats()) {
-    for (uint32_t rows : {1u, 2u, 3u, 5u, 9u, 30u})
-      check_formats(spec_of(512, 256, 70), format, rows, ++seed);
-  }
+  for (WeightFormat format : quantized_formats())
+    check_formats(kMachines, spec_of(512, 256, 70), format, ++seed, {1, 2, 3, 5, 9, 30});
 }
 
 TEST_CASE(
@@ -72,24 +44,23 @@ TEST_CASE(
   for (WeightFormat format : quantized_formats()) {
     const uint32_t block = format_facts(format).block;
     const bool any_width = !format_facts(format).is_stored || block == 1;
-    for (uint32_t rows : {2u, 12u}) {
-      if (block <= 32) check_formats(spec_of(288, 96, 33), format, rows, ++seed);
-      if (any_width) check_formats(spec_of(301, 37, 5), format, rows, ++seed);
-    }
+    if (block <= 32) check_formats(kMachines, spec_of(288, 96, 33), format, ++seed, {2, 12});
+    if (any_width) check_formats(kMachines, spec_of(301, 37, 5), format, ++seed, {2, 12});
   }
 }
 
 TEST_CASE("more rows than one kernel call takes give the reference's bits") {
   for (WeightFormat format :
        {WeightFormat::kF32, WeightFormat::kBF16, WeightFormat::kQ4K, WeightFormat::kInt8G32}) {
-    check_formats(spec_of(256, 256, 48), format, 250, 900);
+    check_formats(kMachines, spec_of(256, 256, 48), format, 900, {250});
   }
 }
 
 TEST_CASE("gate and up in one format and down in another give the reference's bits") {
-  check_formats(spec_of(256, 256, 64), {WeightFormat::kQ4K, WeightFormat::kQ6K}, 7, 31);
-  check_formats(spec_of(256, 256, 64), {WeightFormat::kQ5K, WeightFormat::kQ8_0}, 2, 32);
-  check_formats(spec_of(64, 256, 64), {WeightFormat::kF16, WeightFormat::kIq4Xs}, 3, 33);
+  const FfnSpec spec = spec_of(256, 256, 64);
+  check_formats(kMachines, spec, {WeightFormat::kQ4K, WeightFormat::kQ6K}, 31, {7});
+  check_formats(kMachines, spec, {WeightFormat::kQ5K, WeightFormat::kQ8_0}, 32, {2});
+  check_formats(kMachines, spec_of(64, 256, 64), {WeightFormat::kF16, WeightFormat::kIq4Xs}, 33);
 }
 
 TEST_CASE("float32 panels hold every stored format exactly") {
@@ -97,9 +68,8 @@ TEST_CASE("float32 panels hold every stored format exactly") {
   for (WeightFormat format : quantized_formats()) {
     if (!format_facts(format).is_stored) continue;
     const StoredExperts experts(spec, 2, format, format, 77);
-    const auto backend = CpuBackend::create(best_isa(), 1).value();
-    const auto own = backend->create_layer(spec, 2, format).value(),
-               wide = backend->create_layer(spec, 2, WeightFormat::kF32).value();
+    const auto own = toy::layer_of(best_isa(), spec, 2, format),
+               wide = toy::layer_of(best_isa(), spec, 2, WeightFormat::kF32);
     REQUIRE(experts.load_into(*own).ok());
     REQUIRE(experts.load_into(*wide).ok());
     const Batch batch = Batch::random(spec, 2, 6, 3, 78);
@@ -151,13 +121,9 @@ TEST_CASE("NaN or infinity among scales, or among floats to be quantised, names 
     StoredExperts experts(spec, 1, source_of(format), source_of(format), 5);
     experts.damage_down(17);
     for (Isa isa : {Isa::kReference, best_isa()}) {
-      const auto backend = CpuBackend::create(isa, 1).value();
-      const auto layer = backend->create_layer(spec, 1, format).value();
-      const Status status = layer->load_expert(0, experts.weights(0), progress);
       CAPTURE(format_name(format));
-      REQUIRE_FALSE(status.ok());
-      CHECK(status.error().code == ErrorCode::kCheckpoint);
-      CHECK(status.error().message.find("down: output 17, input ") != std::string::npos);
+      CHECK(toy::layer_of(isa, spec, 1, format)->load_expert(0, experts.weights(0), progress) ==
+            Failed(ErrorCode::kCheckpoint, "down: output 17, input "));
     }
   }
 }
@@ -165,28 +131,23 @@ TEST_CASE("NaN or infinity among scales, or among floats to be quantised, names 
 TEST_CASE(
     "a format that cannot hold the source, a width it cannot cut and scales that are missing are "
     "refused") {
-  const auto backend = CpuBackend::create(Isa::kScalar, 1).value();
   YieldingProgress progress{0};
-  const auto error_of = [&](const FfnSpec& spec, WeightFormat resident,
-                            const ExpertWeights& weights) {
-    const auto layer = backend->create_layer(spec, 1, resident).value();
-    const Status status = layer->load_expert(0, weights, progress);
-    REQUIRE_FALSE(status.ok());
-    return status.error();
+  const auto load = [&](const FfnSpec& spec, WeightFormat resident, const ExpertWeights& weights) {
+    return toy::layer_of(Isa::kScalar, spec, 1, resident)->load_expert(0, weights, progress);
   };
   const FfnSpec spec = spec_of(256, 256, 32);
   const StoredExperts stored(spec, 1, WeightFormat::kQ4_0, WeightFormat::kQ4_0, 3);
-  CHECK(error_of(spec, WeightFormat::kQ8_0, stored.weights(0)).code == ErrorCode::kUnsupported);
-  CHECK(error_of(spec, WeightFormat::kInt8G32, stored.weights(0))
-            .message.find("cannot hold exactly") != std::string::npos);
+  CHECK(load(spec, WeightFormat::kQ8_0, stored.weights(0)) == Failed(ErrorCode::kUnsupported));
+  CHECK(load(spec, WeightFormat::kInt8G32, stored.weights(0)) ==
+        Failed(ErrorCode::kUnsupported, "cannot hold exactly"));
   ExpertWeights narrow = stored.weights(0);
   narrow.gate.inputs = narrow.up.inputs = 250;
-  CHECK(error_of(spec_of(250, 256, 32), WeightFormat::kQ4_0, narrow)
-            .message.find("needs a multiple of 32") != std::string::npos);
+  CHECK(load(spec_of(250, 256, 32), WeightFormat::kQ4_0, narrow) ==
+        Failed(ErrorCode::kUnsupported, "needs a multiple of 32"));
   const StoredExperts squares(spec, 1, WeightFormat::kFp8E4m3B128, WeightFormat::kFp8E4m3B128, 4);
   ExpertWeights bare = squares.weights(0);
   bare.up.scales = nullptr;
-  CHECK(error_of(spec, WeightFormat::kFp8E4m3B128, bare).message ==
+  CHECK(load(spec, WeightFormat::kFp8E4m3B128, bare).error().message ==
         "up in fp8_e4m3_b128 lacks its scales");
   CHECK_FALSE(parse_weight_format("q8_k").ok());
   CHECK(parse_resident_formats("q4_k+q6_k").value() ==

@@ -5,10 +5,9 @@
 
 #include <cmath>
 
-#include "compute/cpu/cpu_backend.h"
 #include "compute/formats/dequantize.h"
 #include "compute/reference/int8_groups.h"
-#include "stored_experts.h"
+#include "twins.h"
 
 namespace dflash::compute {
 namespace {
@@ -86,30 +85,24 @@ Values product(const Matrix& matrix, const Values& input) {
 TEST_CASE(
     "int8-groups: every format is within the derived bound of float64, and as near as rounding to "
     "int8 allows") {
-  FfnSpec spec;  // two products and nothing between them
-  spec.in_size = kIn, spec.intermediate_size = kMid, spec.out_size = kOut;
+  FfnSpec spec = toy::spec_of(kIn, kMid, kOut);  // two products and nothing between them
   spec.gate = GateKind::kNone, spec.activation = Activation::kIdentity;
   uint32_t seed = 70;
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
     const auto resident = static_cast<WeightFormat>(value);
     if (!numerics_facts(NumericsClass::kInt8Groups).takes(resident)) continue;
     CAPTURE(format_name(resident));
-    const WeightFormat stored = format_facts(resident).is_stored ? resident : WeightFormat::kBF16;
+    const WeightFormat stored = toy::source_of(resident);
     const StoredExperts experts(spec, 1, stored, stored, ++seed);
     ExpertWeights weights = experts.weights(0);
     weights.gate = {};
-    const auto backend = CpuBackend::create(best_isa(), 1).value();
-    const auto layer = backend->create_layer(spec, 1, resident, NumericsClass::kInt8Groups).value();
+    const auto layer = toy::layer_of(best_isa(), spec, 1, resident, NumericsClass::kInt8Groups);
     YieldingProgress progress{0};
     REQUIRE(layer->load_expert(0, weights, progress).ok());
-    Batch batch = Batch::random(spec, 1, kRows, 0, seed);
+    Batch batch = Batch::of_one_expert(spec, kRows, 0, seed, 1.0f);
     // outliers: steps that differ from group to group
     for (size_t i = 0; i < batch.rows.size(); i += 97) batch.rows[i] *= 20;
-    batch.row_counts.assign(kRows, 1);
-    batch.ids.assign(kRows, 0);
-    batch.weights.assign(kRows, 1.0f);
-    std::vector<std::byte> reply;
-    REQUIRE(batch.run(*layer, reply).ok());
+    const std::vector<std::byte> reply = reply_of(*layer, batch);
     const Matrix up = read(weights.up, resident), down = read(weights.down, resident);
     double power = 0, error_power = 0;
     for (uint32_t r = 0; r < kRows; ++r) {

@@ -142,12 +142,4 @@ inline std::vector<int32_t> table_of(uint32_t num_tokens, uint32_t first_block =
   return table;
 }
 
-inline std::vector<Isa> kernel_isas() {
-  std::vector<Isa> found;
-  for (Isa isa : kAllIsas) {
-    if (isa != Isa::kReference && isa_is_supported(isa)) found.push_back(isa);
-  }
-  return found;
-}
-
 }  // namespace dflash::compute

@@ -8,11 +8,8 @@
 #include <bit>
 #include <functional>
 
-#include "compute/cpu/cpu_backend.h"
-#include "compute/experts/content_checksum.h"
 #include "compute/formats/dequantize.h"
-#include "compute/reference/reference.h"
-#include "toy_experts.h"
+#include "twins.h"
 
 namespace dflash::compute {
 namespace {
@@ -183,13 +180,6 @@ struct PackedExpert {
   }
 };
 
-uint64_t read_all(const ExpertWeights& weights) {
-  ContentReader reader(weights);
-  while (!reader.read(700).value()) {
-  }
-  return reader.value();
-}
-
 TEST_CASE("layers that load a packing give the bits and checksums of one that loads plain blocks") {
   const FfnSpec spec{.in_size = 96, .intermediate_size = 64, .out_size = 72};
   const Batch batch = Batch::random(spec, 1, 9, 1, 4);
@@ -199,17 +189,16 @@ TEST_CASE("layers that load a packing give the bits and checksums of one that lo
     const auto reference = make_reference_layer(spec, 1, WeightFormat::kInt4Zp);
     REQUIRE(reference->load_expert(0, expert.weights(false), progress).ok());
     const std::vector<std::byte> expected = reply_of(*reference, batch);
-    const uint64_t checksum = read_all(expert.weights(false));
-    CHECK(read_all(expert.weights(true)) == checksum);
+    const uint64_t checksum = toy::read_all(expert.weights(false));
+    CHECK(toy::read_all(expert.weights(true)) == checksum);
     REQUIRE(reference->load_expert(0, expert.weights(true), progress).ok());
     CHECK(reply_of(*reference, batch) == expected);
     CHECK(reference->content_checksum(0) == checksum);
-    for (Isa isa : kAllIsas) {
-      if (isa == Isa::kReference || !isa_is_supported(isa)) continue;
+    for (Isa isa : toy::kernel_sets()) {
       for (WeightsLayout layout : {WeightsLayout::kPacked, WeightsLayout::kMapped}) {
         CAPTURE(isa_name(isa));
-        const auto backend = CpuBackend::create(isa, 1, {}, layout).value();
-        const auto layer = backend->create_layer(spec, 1, WeightFormat::kInt4Zp).value();
+        const auto layer =
+            toy::layer_of(isa, spec, 1, WeightFormat::kInt4Zp, kDefaultNumerics, 1, layout);
         REQUIRE(layer->load_expert(0, expert.weights(true), progress).ok());
         CHECK(reply_of(*layer, batch) == expected);
         if (layout == WeightsLayout::kPacked) CHECK(layer->content_checksum(0) == checksum);
@@ -273,11 +262,10 @@ TEST_CASE("fp8 with a scale per tensor, output or square in any dtype gives code
     const auto reference = make_reference_layer(spec, 1, WeightFormat::kFp8E4m3B128);
     REQUIRE(reference->load_expert(0, weights, progress).ok());
     const std::vector<std::byte> expected = reply_of(*reference, batch);
-    for (Isa isa : kAllIsas) {
-      if (isa == Isa::kReference || !isa_is_supported(isa)) continue;
+    for (Isa isa : toy::kernel_sets()) {
       for (WeightsLayout layout : {WeightsLayout::kPacked, WeightsLayout::kMapped}) {
-        const auto backend = CpuBackend::create(isa, 1, {}, layout).value();
-        const auto layer = backend->create_layer(spec, 1, WeightFormat::kFp8E4m3B128).value();
+        const auto layer =
+            toy::layer_of(isa, spec, 1, WeightFormat::kFp8E4m3B128, kDefaultNumerics, 1, layout);
         REQUIRE(layer->load_expert(0, weights, progress).ok());
         CHECK(reply_of(*layer, batch) == expected);
         if (layout == WeightsLayout::kPacked)

@@ -51,6 +51,9 @@ class StoredExperts {
     return ok();
   }
 
+  const FfnSpec& spec() const { return spec_; }
+  uint32_t count() const { return static_cast<uint32_t>(experts_.size()); }
+
   // Makes one scale (or one value, where weights are stored as floats) of the first expert's down
   // matrix infinite or NaN.
   void damage_down(uint32_t output) {
@@ -183,7 +186,18 @@ class StoredExperts {
 
 // What a checkpoint holds for a resident format.
 inline WeightFormat source_of(WeightFormat format) {
-  return format_facts(format).is_stored ? format : WeightFormat::kBF16;
+  return format_facts(format).is_stored     ? format
+         : format == WeightFormat::kInt4G32 ? WeightFormat::kF16
+                                            : WeightFormat::kBF16;
+}
+
+// A spec whose widths end inside a chain, a step, a group or a panel, as far as blocks of `format`
+// allow.
+inline FfnSpec uneven_spec_of(WeightFormat format) {
+  const uint32_t block = format_facts(source_of(format)).block;
+  return block == 256  ? spec_of(768, 256, 33)
+         : block == 32 ? spec_of(288, 96, 33)
+                       : spec_of(301, 77, 33);
 }
 
 }  // namespace dflash::compute::toy

@@ -8,10 +8,12 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
 #include "base/dtype.h"
+#include "compute/experts/content_checksum.h"
 #include "compute/experts/expert_layer.h"
 
 namespace dflash::compute::toy {
@@ -28,6 +30,14 @@ inline std::vector<float> random_floats(std::mt19937& random, size_t count, floa
   std::normal_distribution<float> normal(0.0f, scale);
   for (float& value : values) value = normal(random);
   return values;
+}
+
+// What an expert's source bytes add up to, read in steps of any size.
+inline uint64_t read_all(const ExpertWeights& weights, size_t step_bytes = size_t{1} << 20) {
+  ContentReader reader(weights);
+  while (!reader.read(step_bytes).value()) {
+  }
+  return reader.value();
 }
 
 struct Expert {
@@ -81,6 +91,7 @@ class Experts {
     return ok();
   }
   const FfnSpec& spec() const { return spec_; }
+  uint32_t count() const { return static_cast<uint32_t>(experts_.size()); }
   Dtype dtype() const { return dtype_; }
   const Expert& expert(uint32_t id) const { return experts_[id]; }
 
@@ -115,7 +126,29 @@ struct Batch {
     }
     return batch;
   }
+  // Rows that all go to expert `id` alone: of so many of one expert as kernels see.
+  static Batch of_one_expert(const FfnSpec& spec, uint32_t num_rows, uint16_t id, uint32_t seed,
+                             float weight = 0.75f) {
+    Batch batch = random(spec, 1, num_rows, 0, seed);
+    batch.row_counts.assign(num_rows, 1);
+    batch.ids.assign(num_rows, id);
+    batch.weights.assign(num_rows, weight);
+    return batch;
+  }
   uint32_t num_rows() const { return static_cast<uint32_t>(row_counts.size()); }
+  // Rows [begin, end) with their pairs.
+  Batch slice(uint32_t begin, uint32_t end) const {
+    const auto width = static_cast<std::ptrdiff_t>(rows.size() / num_rows());
+    const auto from = std::accumulate(row_counts.begin(), row_counts.begin() + begin, 0),
+               to = std::accumulate(row_counts.begin(), row_counts.begin() + end, 0);
+    Batch part;
+    part.rows.assign(rows.begin() + begin * width, rows.begin() + end * width);
+    part.row_counts.assign(row_counts.begin() + begin, row_counts.begin() + end);
+    part.ids.assign(ids.begin() + from, ids.begin() + to);
+    part.weights.assign(weights.begin() + from, weights.begin() + to);
+    part.row_dtype = row_dtype, part.reply_dtype = reply_dtype;
+    return part;
+  }
 
   // Runs a forward; `reply` takes the reply's bytes.
   Status run(ExpertLayer& layer, std::vector<std::byte>& reply) const {

@@ -13,6 +13,7 @@
 #include <random>
 
 #include "compute/experts/ffn_spec.h"
+#include "failed.h"
 
 namespace dflash::ggml_plugin {
 namespace {
@@ -244,7 +245,7 @@ void check_fails(FakeHost& host, FakeGraph& graph, std::vector<ggml_tensor*> nod
   CHECK(host.client().num_calls == num_calls);
   const std::string said = errors.text();
   INFO("said: ", said);
-  CHECK(said.find(text) != std::string::npos);
+  CHECK(said == Has{text});
 }
 
 void check_fails(FakeHost& host, ExpertsGraph& experts, const std::string& text) {

@@ -18,6 +18,7 @@
 #include "cards/kernel_params.h"
 #include "cards/kernel_table.h"
 #include "cards/module/module_runtime.h"
+#include "failed.h"
 
 namespace {
 
@@ -88,13 +89,11 @@ class Nodes {
 }  // namespace
 
 TEST_CASE("without a driver the reason names the libraries that were tried") {
-  auto cuda = open_cuda_driver({kImage, 13, 75, true}, "libcuda-that-is-not-there.so.1");
-  REQUIRE_FALSE(cuda.ok());
-  CHECK(cuda.error().code == ErrorCode::kUnsupported);
-  CHECK(cuda.error().message.find("libcuda-that-is-not-there.so.1") != std::string::npos);
+  CHECK(open_cuda_driver({kImage, 13, 75, true}, "libcuda-that-is-not-there.so.1") ==
+        Failed(ErrorCode::kUnsupported, "libcuda-that-is-not-there.so.1"));
   auto hip = open_hip_driver({}, {"libhip-a.so.7", "libhip-b.so.6"});
   REQUIRE_FALSE(hip.ok());
-  CHECK(hip.error().message.find("libhip-a.so.7, libhip-b.so.6") != std::string::npos);
+  CHECK(hip.error().message == Has{"libhip-a.so.7, libhip-b.so.6"});
 }
 
 TEST_CASE("a library that is no driver lacks functions, and the first is named") {
@@ -112,8 +111,8 @@ TEST_CASE(
   CHECK(devices.value()[0].facts.name == "Fake card");
   CHECK(devices.value()[0].facts.num_units == 132);
   CHECK(devices.value()[0].reason.empty());
-  CHECK(devices.value()[1].reason.find("sm_61 is below sm_75") != std::string::npos);
-  CHECK(refusal(make_module_runtime(fake_cuda(), 1)).find("sm_61") != std::string::npos);
+  CHECK(devices.value()[1].reason == Has{"sm_61 is below sm_75"});
+  CHECK(refusal(make_module_runtime(fake_cuda(), 1)) == Has{"sm_61"});
   CHECK(refusal(make_module_runtime(fake_cuda(), 2), ErrorCode::kInvalidArgument) ==
         "device 2 does not exist; the driver lists 2");
 }
@@ -195,8 +194,7 @@ TEST_CASE("a full device is kOutOfMemory with what is free, and the runtime live
   auto runtime = fake_runtime();
   const Environment fault("FAKE_CUDA", "full");
   auto memory = runtime->allocate(1 << 30);
-  REQUIRE_FALSE(memory.ok());
-  CHECK(memory.error().code == ErrorCode::kOutOfMemory);
+  REQUIRE(memory == Failed(ErrorCode::kOutOfMemory));
   CHECK(memory.error().message.find(
             "1073741824 bytes of memory on the device could not be allocated; 4096 of 1048576") ==
         0);
@@ -207,8 +205,7 @@ TEST_CASE("a card that is lost fails the wait and everything after it with the d
   const Environment fault("FAKE_CUDA", "lost");
   auto runtime = fake_runtime();
   auto ended = runtime->wait(std::chrono::seconds(5));
-  REQUIRE_FALSE(ended.ok());
-  CHECK(ended.error().code == ErrorCode::kWorkerFailed);
+  REQUIRE(ended == Failed(ErrorCode::kWorkerFailed));
   CHECK(ended.error().message ==
         "a kernel or copy failed: an illegal memory access was encountered (CUDA error 700)");
   auto later = runtime->allocate(64);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "failed.h"
 #include "store/temporary_file.h"
 #include "worker/loans.h"
 
@@ -113,10 +114,7 @@ struct Scene {
   }
   void require_refused(uint16_t expert) {
     std::vector<float> reply;
-    const Status refused = forward(expert, reply);
-    REQUIRE(!refused.ok());
-    CHECK(refused.error().code == ErrorCode::kCheckpoint);
-    CHECK(refused.error().message.find(file.path()) != std::string::npos);
+    CHECK(forward(expert, reply) == Failed(ErrorCode::kCheckpoint, file.path()));
   }
   std::vector<std::byte> flipped(size_t at) const { return {content[at] ^ std::byte{4}}; }
 };

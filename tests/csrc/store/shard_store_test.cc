@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "failed.h"
 #include "worker/loans.h"
 
 namespace dflash::store {
@@ -180,11 +181,8 @@ TEST_CASE("another description under the fingerprint of a shard in use is refuse
   auto loan = borrow_loaded(store, facts(1), toy_experts());
   ShardFacts other = facts(1);
   other.spec.activation = compute::Activation::kRelu;
-  const auto refused = store.borrow(other);
-  REQUIRE(!refused.ok());
-  CHECK(refused.error().code == ErrorCode::kInvalidArgument);
-  CHECK(refused.error().message.find("a shard in use whose description differs") !=
-        std::string::npos);
+  CHECK(store.borrow(other) ==
+        Failed(ErrorCode::kInvalidArgument, "a shard in use whose description differs"));
   loan.reset();
   CHECK(borrow(store, other)->facts() == other);
 }
@@ -195,8 +193,7 @@ TEST_CASE("shards beyond the memory limit are refused before they are loaded") {
   ShardStore store(processor(), room);
   auto first = borrow(store, facts_of(toy_spec(), 3, 1));
   const auto refused = store.borrow(facts_of(toy_spec(), 3, 2));
-  REQUIRE(!refused.ok());
-  CHECK(refused.error().code == ErrorCode::kInvalidArgument);
+  REQUIRE(refused == Failed(ErrorCode::kInvalidArgument));
   CHECK(refused.error().message.find("memory: its 3 experts need") == 0);
   CHECK(store.borrow(facts_of(toy_spec(), 2, 2)).ok());
   first.reset();

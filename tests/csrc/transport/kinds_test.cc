@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "failed.h"
 #include "transport/handshake.h"
 #include "transport/shared/shared_kind.h"
 #include "transport/toy_kind.h"
@@ -32,8 +33,7 @@ TEST_CASE("a row is found by its name, and an unknown name lists the rows") {
   const bool is_toy = take(find_kind(kinds, "toy"))->offer == &offer_toy;
   CHECK(is_toy);
   const auto missing = find_kind(kinds, "pigeon");
-  REQUIRE(!missing.ok());
-  CHECK(missing.error().code == ErrorCode::kUnsupported);
+  REQUIRE(missing == Failed(ErrorCode::kUnsupported));
   CHECK(missing.error().message == "transport 'pigeon' is not one of shared, unix, tcp, toy");
 }
 
@@ -76,8 +76,7 @@ TEST_CASE("an offer with other descriptors or bytes is refused before it is used
     }
     for (Handover& misfit : misfits(descriptors, offer->bytes())) {
       const auto refused = kind.accept(terms, std::move(misfit));
-      REQUIRE(!refused.ok());
-      CHECK(refused.error().code == ErrorCode::kProtocol);
+      REQUIRE(refused == Failed(ErrorCode::kProtocol));
       CHECK(refused.error().message.find(std::string("transport ") + kind.name) == 0);
     }
   }
@@ -102,9 +101,7 @@ TEST_CASE("an answer with other descriptors or bytes is refused before it is use
       if (kind.is_dialled) descriptors.push_back(dialled.first.get());
       std::vector<Handover> answers = misfits(descriptors, accepted.answer.bytes);
       if (which >= answers.size()) continue;
-      const auto refused = offer->complete(std::move(answers[which]));
-      REQUIRE(!refused.ok());
-      CHECK(refused.error().code == ErrorCode::kProtocol);
+      CHECK(offer->complete(std::move(answers[which])) == Failed(ErrorCode::kProtocol));
     }
   }
 }
@@ -115,9 +112,7 @@ TEST_CASE("a path of another generation or geometry is refused where the transpo
   PathTerms larger = terms_of({4, 64, 128});
   for (const PathTerms& terms : {other, larger}) {
     const auto offer = take(offer_shared(terms_of(kSmall)));
-    const auto refused = accept_shared(terms, passed(*offer));
-    REQUIRE(!refused.ok());
-    CHECK(refused.error().code == ErrorCode::kProtocol);
+    CHECK(accept_shared(terms, passed(*offer)) == Failed(ErrorCode::kProtocol));
   }
 }
 
@@ -137,9 +132,7 @@ TEST_CASE("an offer that is given up hangs the worker's end up") {
     auto offer = take(kind.offer(terms_of(kSmall)));
     Acceptance accepted = take(kind.accept(terms_of(kSmall), passed(*offer)));
     offer.reset();
-    const auto polled = accepted.channel->poll();
-    REQUIRE(!polled.ok());
-    CHECK(polled.error().code == ErrorCode::kWorkerLost);
+    CHECK(accepted.channel->poll() == Failed(ErrorCode::kWorkerLost));
   }
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "failed.h"
 #include "worker/scene.h"
 
 namespace dflash::worker {
@@ -118,7 +119,7 @@ TEST_CASE("a reply that cannot fit the agreed slot is refused before anything is
   scene.start();
   const Answer answer = scene.ask(scene.request(20).message());
   REQUIRE(answer.header.kind == wire::FrameKind::kError);
-  CHECK(answer.error().text.find("slot") != std::string::npos);
+  CHECK(answer.error().text == Has{"slot"});
   CHECK(scene.worker->stats().compute_ns == 0);
 }
 

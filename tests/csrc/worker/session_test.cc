@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "failed.h"
 #include "worker/scene.h"
 
 namespace dflash::worker {
@@ -22,9 +23,7 @@ TEST_CASE("bytes that are no frame end the session with a protocol error") {
     Scene scene;
     scene.start();
     scene.send(1, std::vector<std::byte>(num_bytes, std::byte{0x5a}));
-    const Status outcome = scene.wait_end();
-    REQUIRE(!outcome.ok());
-    CHECK(outcome.error().code == ErrorCode::kProtocol);
+    CHECK(scene.wait_end() == Failed(ErrorCode::kProtocol));
   }
 }
 
