@@ -78,7 +78,7 @@ class ExpertCalls:
         self._steps = self._replay = None
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
-        """As `ExpertRuntime.experts`, which explains errors."""
+        """As `ExpertRuntime.experts`, which explains errors outside of steps."""
         if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
             return step.experts(layer, hidden_states, topk_ids, topk_weights, out)
         shape = self.table.of(layer)

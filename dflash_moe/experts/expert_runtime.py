@@ -184,6 +184,9 @@ class ExpertRuntime:
         try:
             return self._calls.experts(layer, hidden_states, topk_ids, topk_weights, out)
         except WorkerError as error:
+            if self._calls.is_in_step:
+                # A step says itself what failed in it, and of which cause.
+                raise
             raise self._explained(error) from None
 
     def bind(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundExperts:

@@ -163,11 +163,11 @@ def open_host_model(
         torch.set_num_threads(1)
         packed, pages = _pages(model, dtype, pool, probe, latent, kv_memory, kv_dtype, most)
         take_layers(packed, probe, pages, report)
+        for line in report.lines():
+            log.info("%s", line)
         report.not_independent = find_dependence(packed)
         if not report.not_independent and packed.loop is None and _has_readers(packed, probe):
             report.not_independent = find_far_dependence(packed)
-    for line in report.lines():
-        log.info("%s", line)
     if report.not_independent:
         log.warning("%s: rows depend on their batch: %s", report.class_name, report.not_independent)
     return HostModel(model, report, packed)

@@ -152,7 +152,9 @@ class RotaryTables:
     def _are_alike(self, length: int, other: int) -> bool:
         # A module may choose its angles by the last position: beyond the length that the model was
         # trained with it takes other ones for all positions. So two lengths are alike if position 1
-        # is rotated alike in both; it stands there in every row, because shapes decide bits.
+        # is rotated alike in both. It stands in every row, so that nothing but the last position,
+        # which `_compute` appends, tells a length; there are CHUNK rows, as for the tables, because
+        # a shape may decide bits.
         positions = torch.ones(CHUNK, dtype=torch.int64)
         for kind in self._kinds:
             near, far = (self._compute(_FLOAT32, positions, max(1, last - 1), kind, {})[0] for last in (length, other))

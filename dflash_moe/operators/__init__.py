@@ -3,9 +3,9 @@ and the proof that they may.
 
 - `takeover` walks a model and takes modules one by one: `linear`, `norms`, `activations`,
   `routers`, each only where it is proven to compute the same within its bound (`bounds`,
-  `probes`). What stays in torch stays with its reason, a line of `report`, which
-  is logged when a model is opened and printed by `dflash-moe verify`. `stored_weights` takes
-  what a checkpoint stores quantised as it is.
+  `probes`). What stays in torch stays with its reason, a line of `report`, which is logged when a
+  model is opened and printed by `dflash-moe verify`. `stored_weights` takes what a checkpoint
+  stores quantised as it is.
 - `attention_probe` finds out whether attention can be paged at all; where not, the model runs one
   sequence at a time. `paged_attention` and, with torch's operators, `gathered_attention` are the
   two ways of reading pages; `latent_proof` is about latent heads.

@@ -111,7 +111,7 @@ def _compared(wanted: Recorded, free: Recorded, fed: Recorded, not_bits: str, to
     """Compares B as it ran, and B with A's inputs, with A."""
     if tolerance is None:
         dtype = {torch.float32: "f32", torch.float16: "f16"}.get(wanted.stream[0].dtype, "bf16")
-        tolerance, _ = Bounds.of(dtype, wanted.num_layers).after_one_layer
+        tolerance, _ = Bounds.of(dtype, wanted.num_layers).after_layers(1)
     limit = tolerance if not_bits else None
     by_layer = {call.decoder_layer: index for index, call in wanted.calls.items()}
     layers = []

@@ -201,6 +201,7 @@ def _differing_contents(receipt: Receipt, contents: Contents) -> list[str]:
         return []
     first = odd[0]
     return [
-        f"weights of {len(odd)} shards are not those of the receipt, first layer {receipt.layers[first.place].index}, shard "
-        f"{first.shard}: content checksum {first.found:#018x} here, {first.wanted:#018x} in the receipt"
+        f"weights of {len(odd)} shards are not those of the receipt, "
+        f"first layer {receipt.layers[first.place].index}, shard {first.shard}: "
+        f"content checksum {first.found:#018x} here, {first.wanted:#018x} in the receipt"
     ]

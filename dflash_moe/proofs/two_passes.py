@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # The content checksums of all shards: [num_layers][num_shards].
 Contents = Sequence[Sequence[int]]
+# What of a shard's terms decides its bits beside experts and weights.
+_CLASS_TERMS = ("numerics", "architecture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class PassFacts:
         for what, ours, theirs in (
             ("the checkpoints have other fingerprints", self.fingerprint, other.fingerprint),
             ("the shard maps differ", self._terms("experts"), other._terms("experts")),
-            ("the numerics classes differ", self._terms("numerics", "architecture"), other._terms("numerics", "architecture")),
+            ("the numerics classes differ", self._terms(*_CLASS_TERMS), other._terms(*_CLASS_TERMS)),
             ("the weights are kept in other formats", self._terms("weights"), other._terms("weights")),
             ("the wire dtypes differ", self.wire_dtypes, other.wire_dtypes),
         ):
@@ -125,22 +127,17 @@ class Bounds:
         """The largest gap of two logits that may be of either order: each may move by the bound."""
         return None if self.logits_max is None else 2 * self.logits_max
 
-    @property
-    def after_one_layer(self) -> tuple[float, float]:
-        """The rms and the largest difference: those of the logits, or of one layer in 16 bits."""
+    def after_layers(self, num_layers: int) -> tuple[float, float]:
+        """The rms and the largest difference that rows may have after `num_layers` layers that were
+        computed one after the other. In f32 they are those of the logits, which were chosen for all
+        layers of the model. In 16 bits each layer rounds the stream anew.
+        """
         if self.logits_rms is not None and self.logits_max is not None:
             return self.logits_rms, self.logits_max
         assert self.difference_rms is not None
         assert self.difference_max is not None
-        return self.difference_rms, self.difference_max
-
-    def after_layers(self, num_layers: int) -> tuple[float, float]:
-        """The rms and the largest difference that rows may have after `num_layers` layers that were
-        computed one after the other. In 16 bits each layer rounds the stream anew.
-        """
-        depth = max(1.0, num_layers / 12) if self.logits_rms is None else 1.0
-        rms, largest = self.after_one_layer
-        return rms * depth, largest * depth
+        depth = max(1.0, num_layers / 12)
+        return self.difference_rms * depth, self.difference_max * depth
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ DOCUMENT = "docs/glossary.md"
 
 _CODE = re.compile(r"`([^`]+)`")
 _QUALIFIER = re.compile(r"\s*\([^)]*\)")
-_CPP_CLASS = re.compile(r"^(?:class|struct|enum class) (?:\[\[\w+\]\] )?(\w+)(?: final)?\s*(?::[^;{]*)?\{", re.MULTILINE)
-_PYTHON_CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+_CPP_CLASS = re.compile(r"(?m)^(?:class|struct|enum class) (?:\[\[\w+\]\] )?(\w+)(?: final)?\s*(?::[^;{]*)?\{")
+_PYTHON_CLASS = re.compile(r"(?m)^class (\w+)")
 
 
 class _Row(NamedTuple):
@@ -69,7 +69,8 @@ def _defined_twice(rows: list[_Row]) -> Iterator[str]:
         for word in row.words:
             former = first.setdefault(word.casefold(), row.line)
             if former != row.line:
-                yield f"{DOCUMENT}:{row.line}: '{word}' is defined in line {former} already; say both meanings in one row"
+                where = f"{DOCUMENT}:{row.line}"
+                yield f"{where}: '{word}' is defined in line {former} already; say both meanings in one row"
 
 
 def _out_of_order(tables: list[list[_Row]]) -> Iterator[str]:
@@ -86,7 +87,8 @@ def _missing(row: _Row, root: Path, sources: dict[str, str]) -> Iterator[str]:
         elif text[0].isupper():
             is_there = any(text in _classes(name, source) for name, source in sources.items())
         else:
-            is_there = any(re.search(rf"\b{re.escape(text.removesuffix('()'))}\b", source) for source in sources.values())
+            whole = re.compile(rf"\b{re.escape(text.removesuffix('()'))}\b")
+            is_there = any(map(whole.search, sources.values()))
         if not is_there:
             yield f"{DOCUMENT}:{row.line}: nothing is called `{text}` any more"
 
@@ -103,7 +105,8 @@ def _taken(rows: list[_Row], sources: dict[str, str]) -> Iterator[str]:
     for name, source in sources.items():
         for found in _classes(name, source):
             if name not in places.get(found, {name}):
-                yield f"{name}: the class {found} bears a word of {DOCUMENT}, whose row names other files; rename it or say so"
+                what = f"{name}: the class {found} bears a word of {DOCUMENT}"
+                yield f"{what}, whose row names other files; rename it or say so"
 
 
 def _class_name(word: str) -> str:

@@ -59,7 +59,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "wait released_": "bounded: who has the turn gives it up, a driver within one tick of 20 ms, a short turn at its end",
     },
     "csrc/compute/cpu/cpu_layer.cc": {"lock mutex_": "straight: keeps or takes one error, and nothing is called"},
-    "csrc/compute/experts/layer_checks.cc": {"lock mutex_": "straight: keeps or takes one place, and nothing is called"},
+    "csrc/compute/experts/layer_checks.cc": {
+        "lock mutex_": "straight: keeps or takes one place, and nothing is called",
+    },
     "csrc/compute/cpu/thread_pool.cc": {
         "join thread": "bounded: is_stopping_ was set and told; sleepers look again by themselves, tasks are finite arithmetic",
         "lock mutex_": "straight: guards the sleepers' counters; waits under it are timed and give it up",

@@ -29,7 +29,8 @@ def findings(root: Path, rows: str, sources: dict[str, str] | None = None) -> li
 
 
 def test_words_in_order_whose_places_exist_pass(tmp_path: Path) -> None:
-    more = "\n**What travels**\n\n| word | meaning | where |\n|---|---|---|\n| call (of a friend) | by day | `client/` |\n"
+    head = "\n**What travels**\n\n| word | meaning | where |\n|---|---|---|\n"
+    more = f"{head}| call (of a friend) | by day | `client/` |\n"
     assert findings(tmp_path, CALL + LINK + more) == []
 
 

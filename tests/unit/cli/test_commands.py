@@ -119,7 +119,13 @@ def test_a_worker_starts_without_the_modules_of_other_commands():
 
 def test_help_of_all_commands_imports_none_of_them():
     loaded = modules_of("--help")
-    for module in ("dflash_moe.cli.generate.generate", "dflash_moe.cli.options", "dflash_moe.config.settings", "rich", "yaml"):
+    for module in (
+        "dflash_moe.cli.generate.generate",
+        "dflash_moe.cli.options",
+        "dflash_moe.config.settings",
+        "rich",
+        "yaml",
+    ):
         assert f"'{module}'" not in loaded, module
 
 

@@ -12,7 +12,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dflash_moe.cli.generate.generate_report import choice_fields, error_fields, report_of_one, report_of_several, summary
+from dflash_moe.cli.generate.generate_report import (
+    choice_fields,
+    error_fields,
+    report_of_one,
+    report_of_several,
+    summary,
+)
 from dflash_moe.engine.sampling.logprobs import TokenLogprobs
 from dflash_moe.engine.text import Chunk, Completion
 from dflash_moe.errors import WorkerLost
