@@ -234,17 +234,18 @@ def test_a_worker_killed_in_a_step_ends_it_as_lost_and_a_new_runtime_goes_on(spe
         assert bits(step.experts(0, *batch(4))) == expected
 
 
-def test_a_plain_call_in_a_failed_step_raises_what_the_step_raises(spec):
-    with ExpertRuntime.start(topology(), model=spec, restart=False, host_fallback="none") as runtime:
-        with pytest.raises(WorkerLost, match=r"worker near"), runtime.device_step() as step:  # noqa: PT012
-            stop(runtime, "near", signal.SIGKILL)
-            # The first call ends when the loss is seen, and a later one says so.
-            with pytest.raises(WorkerLost) as of_step:  # noqa: PT012
-                for _ in range(2):
-                    step.experts(1, *batch(4))
-            with pytest.raises(WorkerLost) as of_runtime:
-                runtime.experts(1, *batch(4))
-        assert str(of_runtime.value) == str(of_step.value), "no remedy of plain calls is added to it"
+def test_a_call_in_a_step_raises_the_steps_own_error_with_its_cause(spec, monkeypatch):
+    cause = OSError("why")
+
+    def fail(*_: Any) -> None:
+        raise WorkerLost("worker near is lost", worker="near") from cause
+
+    with ExpertRuntime.start(topology(), model=spec) as runtime, runtime.device_step() as step:
+        monkeypatch.setattr(step, "experts", fail)
+        with pytest.raises(WorkerLost) as caught:
+            runtime.experts(0, *batch(4))
+        assert str(caught.value) == "worker near is lost", "no remedy of plain calls is added"
+        assert caught.value.__cause__ is cause
 
 
 def test_a_worker_killed_in_a_step_is_back_for_a_later_one(spec):
