@@ -40,10 +40,6 @@ NEAR = "on this machine, over shared memory"
 FAR = f"behind a network of {NETWORK_MBIT_S:g} Mbit/s, {NETWORK_DELAY_MS:g} ms each way (emulated)"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="demo")(demo)
-
-
 def demo_topology() -> Topology:
     """Returns two local workers and a host whose torch has one thread: with a model so small,
     several threads of torch wait for each other longer than they compute (docs/benchmarks.md).
@@ -105,7 +101,7 @@ def print_places(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     )
     for place, of_place in rows.items():
         typer.echo(place)
-        table = options.table("mode", "dtype", "prefill s", "tokens/s", "calls", "MiB out", "MiB back", "against stream f32")
+        table = options.Table("mode", "dtype", "prefill s", "tokens/s", "calls", "MiB out", "MiB back", "against stream f32")
         slowest = next(row["samples_s"] for row in of_place if (row["mode"], row["dtype"]) == ("stream", "f32"))
         for row in of_place:
             sizes = (f"{row[key] / MIB:.2f}" for key in ("request_bytes", "reply_bytes"))

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ from dflash_moe.cli.json_output import prepare_outputs as prepare_outputs
 from dflash_moe.cli.json_output import write_json as write_json
 from dflash_moe.cli.model_path import model_directory as model_directory
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
-from dflash_moe.errors import ConfigError, printable, shown
+from dflash_moe.errors import ConfigError, DflashError, printable, shown
 
 if TYPE_CHECKING:
     from dflash_moe.holders.threads import ThreadPlan
@@ -269,6 +269,16 @@ def say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
+def refuse_faults(said: str, faults: Sequence[str]) -> None:
+    """Ends a command that proves something: says all faults but the first, which stands behind
+    `said` in a DflashError. Does nothing where there is none.
+    """
+    for fault in faults[1:]:
+        say(fault)
+    if faults:
+        raise DflashError(f"{said}{faults[0]}")
+
+
 class Table:
     """A table in plain text. Columns of numbers are aligned to the right."""
 
@@ -299,9 +309,17 @@ class Table:
         return [line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows)]
 
 
-def table(*columns: str) -> Table:
-    """Makes a table with these column heads."""
-    return Table(*columns)
+# A column of a table: its head, and what stands under it, as a format of a row's fields or as a
+# function of the row.
+Column = tuple[str, str | Callable[[Any], str]]
+
+
+def show_rows(rows: Iterable[Any], *columns: Column) -> None:
+    """Prints a table on stdout, with a line for each row and an empty line after it."""
+    made = Table(*(head for head, _ in columns))
+    for row in rows:
+        made.add_row(*(cell.format_map(row) if isinstance(cell, str) else cell(row) for _, cell in columns))
+    show(made)
 
 
 def show(shown: Table) -> None:

@@ -32,11 +32,6 @@ _PROGRESS_S = 5.0
 _SHOWN_VIOLATIONS = 5
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `simulate`."""
-    app.command(name="simulate")(simulate)
-
-
 def simulate(
     seeds: Annotated[
         int | None, typer.Option(min=1, help=f"How many seeds to run [default: {_DEFAULT_SEEDS}].", show_default=False)
@@ -210,7 +205,7 @@ def _say_failure(seed: int, seconds: float, report: Report) -> None:
 def _show(summary: Summary) -> None:
     plain = summary.to_json()
     rate = plain["per_cpu_minute"]
-    table = options.table("", "in all", "per minute of processor time")
+    table = options.Table("", "in all", "per minute of processor time")
     table.add_row("virtual hours", f"{plain['virtual_hours']:.2f}", f"{rate['virtual_hours']:.1f}")
     table.add_row("calls", f"{summary.num_calls:,}", f"{rate['calls']:,.0f}")
     table.add_row("faults", f"{sum(summary.faults.values()):,}", f"{rate['faults']:,.0f}")

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from dflash_moe.topology import Address, Topology, WorkerSpec
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="worker")(worker)
-
-
 def worker(
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The worker's name in the topology.")],
     model: Annotated[

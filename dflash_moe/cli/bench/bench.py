@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import experts, fault, files, scheduler
+from dflash_moe.cli.bench.experts import experts
+from dflash_moe.cli.bench.fault import fault
+from dflash_moe.cli.bench.files import compare, plot
 from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.scheduler import scheduler
 from dflash_moe.cli.bench.tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
 from dflash_moe.cli.command_line import Commands, Group
 from dflash_moe.errors import ConfigError
@@ -51,13 +54,8 @@ class Bench(Group):
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
     bench = Commands(cls=Bench, help="Measure this machine, compare results, draw them.", no_args_is_help=True)
-    bench.command(name="ipc")(ipc)
-    bench.command(name="prefill")(prefill)
-    bench.command(name="decode")(decode)
-    files.register(bench)
-    experts.register(bench)
-    scheduler.register(bench)
-    fault.register(bench)
+    for command in (ipc, prefill, decode, compare, plot, experts, scheduler, fault):
+        bench.command(name=command.__name__)(command)
     app.add_typer(bench, name="bench")
 
 

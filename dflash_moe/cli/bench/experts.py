@@ -22,11 +22,6 @@ from dflash_moe.topology.spec import BACKENDS
 MAX_TOKENS = 4096
 
 
-def register(bench: typer.Typer) -> None:
-    """Adds the command to the group `bench`."""
-    bench.command(name="experts")(experts)
-
-
 def experts(
     backend: Annotated[str, typer.Option(help=f"Whose kernels: {', '.join(BACKENDS)}.")] = "cpu",
     full: Annotated[bool, typer.Option("--full", help="A second, larger layer and more rounds (about an hour).")] = False,
@@ -109,39 +104,41 @@ def _on_device(
 
 def print_device_experts(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row, with its share of the ceilings where they were measured."""
-    columns = ("device", "kernel", "format", "tokens", "rows/expert", "routing", "ms", "ms on device")
-    table = options.table(*columns, "GFLOP/s", "of product", "GB/s", "of copy")
-    for row in rows:
-        shares = [f"{row[key]:.0%}" if key in row else "-" for key in ("of_peak_gflops", "of_peak_bytes")]
-        table.add_row(
-            row["device"], row["kernel"], row["format"], f"{row['tokens']:,}", f"{row['rows_per_expert']:.1f}", row["routing"],
-            f"{row['median_s'] * 1e3:.3f}", f"{row['device_median_s'] * 1e3:.3f}",
-            f"{row['gflops']:.1f}", shares[0], f"{row['bytes_per_s'] / 1e9:.2f}", shares[1],
-        )  # fmt: skip
-    options.show(table)
+    options.show_rows(
+        rows,
+        ("device", "{device}"),
+        ("kernel", "{kernel}"),
+        ("format", "{format}"),
+        ("tokens", "{tokens:,}"),
+        ("rows/expert", "{rows_per_expert:.1f}"),
+        ("routing", "{routing}"),
+        ("ms", lambda row: f"{row['median_s'] * 1e3:.3f}"),
+        ("ms on device", lambda row: f"{row['device_median_s'] * 1e3:.3f}"),
+        ("GFLOP/s", "{gflops:.1f}"),
+        ("of product", lambda row: f"{row['of_peak_gflops']:.0%}" if "of_peak_gflops" in row else "-"),
+        ("GB/s", lambda row: f"{row['bytes_per_s'] / 1e9:.2f}"),
+        ("of copy", lambda row: f"{row['of_peak_bytes']:.0%}" if "of_peak_bytes" in row else "-"),
+    )
 
 
 def print_experts(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row with its share of both peaks."""
-    columns = ("kernel", "format", "tokens", "rows/expert", "routing", "weights", "threads", "ms")
-    table = options.table(*columns, "G(FL)OP/s", "of peak", "GB/s", "of peak")
     order = ("threads", "hidden_size", "weights_from", "routing", "tokens", "format")
-    for row in sorted(rows, key=lambda row: tuple(row[key] for key in order)):
-        table.add_row(
-            row["kernel"] if row["backend"] == "cpu" else f"torch {row['kernel']}",
-            row["format"],
-            f"{row['tokens']:,}",
-            f"{row['rows_per_expert']:.1f}",
-            row["routing"],
-            row["weights_from"],
-            str(row["threads"]),
-            f"{row['median_s'] * 1e3:.3f}",
-            f"{row['gflops']:.1f}",
-            f"{row['of_peak_gflops']:.0%}",
-            f"{row['bytes_per_s'] / 1e9:.2f}",
-            f"{row['of_peak_bytes']:.0%}",
-        )
-    options.show(table)
+    options.show_rows(
+        sorted(rows, key=lambda row: tuple(row[key] for key in order)),
+        ("kernel", lambda row: row["kernel"] if row["backend"] == "cpu" else f"torch {row['kernel']}"),
+        ("format", "{format}"),
+        ("tokens", "{tokens:,}"),
+        ("rows/expert", "{rows_per_expert:.1f}"),
+        ("routing", "{routing}"),
+        ("weights", "{weights_from}"),
+        ("threads", "{threads}"),
+        ("ms", lambda row: f"{row['median_s'] * 1e3:.3f}"),
+        ("G(FL)OP/s", "{gflops:.1f}"),
+        ("of peak", "{of_peak_gflops:.0%}"),
+        ("GB/s", lambda row: f"{row['bytes_per_s'] / 1e9:.2f}"),
+        ("of peak", "{of_peak_bytes:.0%}"),
+    )
 
 
 def _has_torch() -> bool:

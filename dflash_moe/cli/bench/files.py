@@ -16,12 +16,6 @@ from dflash_moe.cli.bench.tables import print_comparison
 from dflash_moe.errors import ConfigError
 
 
-def register(bench: typer.Typer) -> None:
-    """Adds both commands."""
-    bench.command(name="compare")(compare)
-    bench.command(name="plot")(plot)
-
-
 def compare(
     files: Annotated[
         list[Path], typer.Argument(metavar="A.json [B.json]", help="Two results, or one with --rows.", show_default=False)

@@ -34,10 +34,6 @@ MAX_TOKENS = 2048
 _RECOMMENDED = "what the model recommends"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="chat")(chat)
-
-
 @options.with_settings(reads_config=True)
 def chat(
     model: options.ModelOption,
