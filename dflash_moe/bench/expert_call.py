@@ -26,10 +26,10 @@ from dflash_moe.topology import Topology
 
 HIDDEN_SIZE, NUM_EXPERTS, TOP_K = 2048, 8, 2
 TRANSPORTS = ("loopback", "shared", "unix", "tcp")
-WARMUP_CALLS = 200
+WARMUP_CALLS, CALLS = 200, 2000
 
 
-def measure_calls(transports: tuple[str, ...], pinned: tuple[int, int], *, calls: int = 2000) -> list[dict[str, Any]]:
+def measure_calls(transports: tuple[str, ...], pinned: tuple[int, int]) -> list[dict[str, Any]]:
     """Measures calls of one token in f32, as in decode, and returns a row `call_<transport>` for
     each transport.
     """
@@ -39,11 +39,11 @@ def measure_calls(transports: tuple[str, ...], pinned: tuple[int, int], *, calls
             Path(folder), hidden_size=HIDDEN_SIZE, moe_intermediate_size=16, num_experts=NUM_EXPERTS, top_k=TOP_K, num_layers=1
         )
         for transport in transports:
-            rows.append(_measure(transport, spec, pinned, calls))
+            rows.append(_measure(transport, spec, pinned))
     return rows
 
 
-def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: int) -> dict[str, Any]:
+def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int]) -> dict[str, Any]:
     address = "" if transport == "shared" else f", address: {transport}"
     topology = Topology.parse(f"version: 1\nhost: {{threads: 1}}\nworkers: [{{name: w0, backend: cpu, threads: 1{address}}}]\n")
     tensors = _batch()
@@ -54,7 +54,7 @@ def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: in
         walls = []
         # Calls follow each other at once, as in a decode step. Anything between them would let the
         # worker fall asleep.
-        for _ in range(calls):
+        for _ in range(CALLS):
             started = time.perf_counter_ns()
             runtime.experts(0, *tensors)
             walls.append(time.perf_counter_ns() - started)

@@ -151,9 +151,9 @@ class Engine:
         """
         self._between_steps(self._check_blocks, timeout_s)
 
-    def drop_prefix_cache(self, timeout_s: float = 30.0) -> None:
+    def drop_prefix_cache(self) -> None:
         """Forgets all cached prefixes, so that a measurement does not find its own prompts."""
-        self._between_steps(self._forget_cached, timeout_s)
+        self._between_steps(self._forget_cached, 30.0)
 
     def settle(self) -> None:
         """Returns once the engine thread has heard what was sent to it before, between two steps.

@@ -60,7 +60,7 @@ def _show(result: BenchResult) -> None:
 
 def print_attention(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row of the operator with its shares of both peaks."""
-    table = options.table("case", "kv dtype", "rows", "context", "threads", "us", "GB/s", "of read", "GFLOP/s", "of peak")
+    table = options.Table("case", "kv dtype", "rows", "context", "threads", "us", "GB/s", "of read", "GFLOP/s", "of peak")
     for row in rows:
         if "context" in row:
             table.add_row(
@@ -74,7 +74,7 @@ def print_attention(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_appends(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str, Any]]) -> None:
     """Prints what storing tokens costs, and how much faster one call is."""
     faster = {(found["kv_dtype"], found["through"]): found["speedup"] for found in ratios}
-    table = options.table("storing", "kv dtype", "through", "tokens", "calls", "us", "one call is faster")
+    table = options.Table("storing", "kv dtype", "through", "tokens", "calls", "us", "one call is faster")
     for row in rows:
         if "through" in row:
             speedup = faster.get((row["kv_dtype"], row["through"])) if row["calls"] == 1 else None

@@ -425,7 +425,7 @@ def test_a_model_path_is_taken(tmp_path):
 
 
 def test_tables_align_numbers_right_and_words_left():
-    table = options.table("name", "count", "why")
+    table = options.Table("name", "count", "why")
     table.add_row("a", "1,000", "long words")
     table.add_row("long", "2.5", "b")
     assert table.row_count == 2
