@@ -17,7 +17,7 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench.tables import MIB
-from dflash_moe.cli.demo_model import find_assets
+from dflash_moe.cli.model_path import find_assets
 from dflash_moe.errors import DflashError
 from dflash_moe.topology import HostSpec, Topology
 from dflash_moe.topology.spec import Emulate

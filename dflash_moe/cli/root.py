@@ -60,8 +60,6 @@ ELSEWHERE = {
     "completion": "it is the option --install-completion",
 }
 DEBUG = "--debug"
-# So many letters of a misspelt word are compared: the work grows with their number squared.
-MAX_COMPARED = 100
 
 
 class Root(Group):

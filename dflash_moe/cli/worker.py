@@ -63,7 +63,7 @@ def worker(
     it.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in workers/start.py, for the same reason
-    from dflash_moe.cli.demo_model import DEMO, demo_model
+    from dflash_moe.cli.model_path import DEMO, demo_model
     from dflash_moe.workers.process import run_hand_started_worker
     from dflash_moe.workers.resident import KEEP_S
 

@@ -21,8 +21,7 @@ from dflash_moe import _core
 from dflash_moe.engine.delivery import Bell, BetweenSteps, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
-from dflash_moe.engine.length_limit import LengthLimit, length_limit
-from dflash_moe.engine.prompt_check import LengthWarning, checked_prompt
+from dflash_moe.engine.prompt_check import LengthLimit, LengthWarning, checked_prompt, length_limit
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.engine.sampling.sampling_state import SamplingState

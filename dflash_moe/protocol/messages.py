@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dflash_moe import _core
+from dflash_moe.config.values import runs_of
 from dflash_moe.errors import ProtocolError
 from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Octets, Table, Text, Tree, Uint, Wire
 
@@ -357,13 +358,7 @@ CODEC = Codec(MESSAGES)
 
 def compress_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
     """Writes ascending ids as flattened runs of (start, count): (0, 1, 2, 7) -> (0, 3, 7, 1)."""
-    runs: list[int] = []
-    for expert_id in experts:
-        if runs and expert_id == runs[-2] + runs[-1]:
-            runs[-1] += 1
-        else:
-            runs += [expert_id, 1]
-    return tuple(runs)
+    return tuple(number for first, last in runs_of(experts) for number in (first, last - first + 1))
 
 
 def expand_experts(ranges: tuple[int, ...]) -> tuple[int, ...]:

@@ -63,14 +63,15 @@ def experts(
 
     if backend not in BACKENDS:
         raise ConfigError(f"--backend {backend!r} is not allowed; allowed: {', '.join(BACKENDS)}")
+    named: dict[str, Any] = {
+        key: tuple(part.strip() for part in text.split(","))
+        for key, text in (("formats", formats), ("numerics", numerics))
+        if text
+    }
     if backend != "cpu":
-        _on_device(backend, formats, numerics, tokens, repeat, with_torch, json_out)
+        _on_device(backend, named, tokens, repeat, with_torch, json_out)
         return
-    params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch())
-    if formats:
-        params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
-    if numerics:
-        params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
+    params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch(), **named)
     if tokens:
         sizes = options.numbers(tokens, "--tokens", MAX_TOKENS)
         params = dataclasses.replace(params, tokens=sizes, zipf_tokens=(), cache_tokens=())
@@ -85,19 +86,15 @@ def experts(
 
 
 def _on_device(
-    backend: str, formats: str, numerics: str, tokens: str, repeat: int, with_torch: bool, json_out: Path | None
+    backend: str, named: Mapping[str, Any], tokens: str, repeat: int, with_torch: bool, json_out: Path | None
 ) -> None:
     from dflash_moe.bench.device_experts import DeviceParams, run_device_experts
 
-    params = DeviceParams(backend, repeat=repeat, with_torch=with_torch)
+    params = DeviceParams(backend, repeat=repeat, with_torch=with_torch, **named)
     if backend == "sim":
         params = dataclasses.replace(params, tokens=(1, 8), zipf_tokens=(), num_layers=1)
-    if formats:
-        params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
     if tokens:
         params = dataclasses.replace(params, tokens=options.numbers(tokens, "--tokens", MAX_TOKENS), zipf_tokens=())
-    if numerics:
-        params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
     with measuring(json_out, lambda result: print_device_experts(result.rows)) as recorder:
         run_device_experts(params, recorder=recorder)
 
