@@ -119,15 +119,15 @@ def _with_settings(command: Callable[..., Any], letters: Mapping[str, str], read
     @functools.wraps(command)
     def wrapper(**given: Any) -> Any:
         if given.pop("explain_auto", False):
-            show_auto_log()
+            show_log("auto")
         raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
         overrides = check_flags(raw)
         topology = given_topology(given.get("topology"))
         if reads_config:
             stated = read_config_file().unstated(topology, overrides, os.environ)
             overrides |= {name: found.value for name, found in stated.items()}
-        show_plan_log()
-        show_notices()
+        show_log("plan")
+        show_log("notices")
         prepare_host(topology, overrides)
         return command(**given, **overrides)
 
@@ -235,21 +235,6 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     return plan
 
 
-def show_auto_log() -> None:
-    """Lets the explanations of mode auto through to stderr."""
-    _show_log("dflash_moe.auto")
-
-
-def show_plan_log() -> None:
-    """Lets through to stderr what is planned: where experts go, and in which classes."""
-    _show_log("dflash_moe.plan")
-
-
-def show_notices() -> None:
-    """Lets through to stderr what workers come and go."""
-    _show_log("dflash_moe.notices")
-
-
 class _Saying(logging.Handler):
     """Says records on what is stderr at that time: a prompt may stand there by then."""
 
@@ -257,8 +242,11 @@ class _Saying(logging.Handler):
         say(record.getMessage())
 
 
-def _show_log(name: str) -> None:
-    shown_log = logging.getLogger(name)
+def show_log(name: str) -> None:
+    """Lets through to stderr what a log says: `auto` why a mode was chosen, `plan` where experts go
+    and in which classes, `notices` what workers come and go.
+    """
+    shown_log = logging.getLogger(f"dflash_moe.{name}")
     shown_log.handlers = [_Saying()]
     shown_log.setLevel(logging.INFO)
     shown_log.propagate = False
