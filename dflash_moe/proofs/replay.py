@@ -286,14 +286,11 @@ def _judge_tokens(receipt: Receipt, logits: torch.Tensor, tie: float) -> tuple[i
     tokens = torch.tensor(receipt.tokens)
     gaps = (logits.max(dim=1).values - logits.gather(1, tokens[:, None])[:, 0]) / logits.std()
     num_equal = int((gaps == 0).sum())
-    if not is_greedy or float(gaps.max()) <= tie:
-        return num_equal, is_greedy, []
-    place = int(torch.nonzero(~(gaps <= tie))[0, 0])
-    return (
-        num_equal,
-        is_greedy,
-        [
+    flipped = []
+    if is_greedy and not float(gaps.max()) <= tie:
+        place = int(torch.nonzero(~(gaps <= tie))[0, 0])
+        flipped.append(
             f"token {place} at position {len(receipt.prompt_ids) + place} is {receipt.tokens[place]} in the receipt; the best "
             f"here is {int(logits[place].argmax())}, by {float(gaps[place]):.3g} of the logits' deviation, allowed {tie:.3g}"
-        ],
-    )
+        )
+    return num_equal, is_greedy, flipped
