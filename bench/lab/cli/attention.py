@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
 from dflash_moe.config import MAX_THREADS
 
 if TYPE_CHECKING:
@@ -38,19 +38,14 @@ def attention(
     """
     from bench.lab.attention import AttentionParams, run_attention
 
-    if plot is not None:
-        from dflash_moe.bench.plots.plot import check_output
-
-        check_output(plot)
     params = AttentionParams(
         contexts=options.numbers(contexts, "--contexts", MAX_CONTEXT),
         dtypes=options.words(dtypes),
         threads=options.numbers(threads, "--threads", MAX_THREADS) if threads else (),
         repeat=repeat,
     )
-    with measuring(json_out, _show) as recorder:
+    with measuring(json_out, _show, plot) as recorder:
         run_attention(params, recorder=recorder)
-    store_plot(recorder, plot)
 
 
 def _show(result: BenchResult) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
 from dflash_moe.config import MAX_THREADS
 from dflash_moe.errors import ConfigError
 from dflash_moe.topology.spec import BACKENDS
@@ -80,9 +80,8 @@ def experts(
     if full:
         larger = ExpertShape(hidden_size=2048, moe_intermediate_size=768)
         params = dataclasses.replace(params, shapes=(*params.shapes, larger), repeat=max(repeat, 11))
-    with measuring(json_out, lambda result: print_experts(result.rows)) as recorder:
+    with measuring(json_out, lambda result: print_experts(result.rows), plot) as recorder:
         run_experts(params, recorder=recorder)
-    store_plot(recorder, plot)
 
 
 def _on_device(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
 from dflash_moe.config import MAX_REQUESTS
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ def scheduler(
     """
     from dflash_moe.bench.scheduler import SchedulerParams, run_scheduler
 
-    if plot is not None:
-        from dflash_moe.bench.plots.plot import check_output
-
-        check_output(plot)
     params = SchedulerParams(
         model=options.model_directory(model),
         batch=options.numbers(batch, "--batch", MAX_REQUESTS),
@@ -54,9 +50,8 @@ def scheduler(
         repeat=repeat,
         with_loop=with_loop,
     )
-    with measuring(json_out, _show) as recorder:
+    with measuring(json_out, _show, plot) as recorder:
         run_scheduler(params, options.load_topology(topology), recorder=recorder, overrides=overrides)
-    store_plot(recorder, plot)
 
 
 def _show(result: BenchResult) -> None:
