@@ -67,8 +67,7 @@ def diff(
         _side(b, topology_b or topology, ("--preset-b", preset_b), overrides),
     )
     report = run(*sides, prompt=prompt, tolerance=tolerance, seed=seed, progress=options.say, on_loading=Lines().report)
-    if json_out is not None:
-        options.write_json(json_out, report.to_json())
+    options.write_json(json_out, report.to_json())
     _show(report)
     options.refuse_faults("diff: ", [report.fault()] if report.parts else [])
 

@@ -73,8 +73,7 @@ def inspect(
         from dflash_moe.model.inspect import inspect_model
 
         found = inspect_model(path)
-    if json_out is not None:
-        options.write_json(json_out, found.to_json())
+    options.write_json(json_out, found.to_json())
     if json_out == options.STDOUT:
         return
     class_names = ", ".join(found.architectures) or "no class named"

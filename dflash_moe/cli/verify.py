@@ -45,8 +45,7 @@ def verify(
             directory, where, dtype=overrides.get("dtype"), seed=seed, progress=options.say, on_loading=Lines().report,
             on_comparing=compare if weights else None, overrides=overrides,
         )  # fmt: skip
-    if json_out is not None:
-        options.write_json(json_out, report.to_json())
+    options.write_json(json_out, report.to_json())
     _show(report)
     options.refuse_faults(f"verify: {len(report.excesses)} bounds exceeded; ", report.excesses)
     typer.echo("parity: every bound held")

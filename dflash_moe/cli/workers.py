@@ -59,8 +59,7 @@ def list_workers(context: typer.Context, json_out: Annotated[Path | None, option
     it is.
     """
     found = control.ask(context.obj, {"order": "list"}, timeout_s=LIST_S)
-    if json_out is not None:
-        options.write_json(json_out, found)
+    options.write_json(json_out, found)
     if json_out == options.STDOUT:
         return
     typer.echo(printable(f"host {found['pid']}: {found['model']}"))

@@ -61,8 +61,7 @@ def compare(
         options.say(f"warning: {warning}")
     verdicts = [dataclasses.asdict(verdict) for verdict in comparison.verdicts]
     print_comparison(verdicts)
-    if json_out is not None:
-        options.write_json(json_out, {"verdicts": verdicts, "warnings": comparison.warnings})
+    options.write_json(json_out, {"verdicts": verdicts, "warnings": comparison.warnings})
     if fail_if_slower and comparison.has_slower:
         slower = sum(verdict["verdict"] == "slower" for verdict in verdicts)
         options.say(f"{slower} of {len(verdicts)} rows are slower (--fail-if-slower)")

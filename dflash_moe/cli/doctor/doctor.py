@@ -61,8 +61,7 @@ def doctor(
                 found["problems"].append(f"{what}: {test.error or f'{test.differing} elements differ'}")
     if json_out != options.STDOUT:
         print_findings(found, has_topology=topology is not None)
-    if json_out is not None:
-        options.write_json(json_out, found)
+    options.write_json(json_out, found)
     failed = [test for test in tests if not test.is_passed]
     if failed:
         raise DflashError(f"{len(failed)} of {len(tests)} self-tests failed: these kernels do not give the reference's bits")
