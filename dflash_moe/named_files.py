@@ -25,8 +25,8 @@ _KINDS = {
 def open_named(path: str | os.PathLike[str], *, to_keep: bool = False) -> BinaryIO:
     """Opens a regular file for reading, without waiting whatever it is; the caller closes it.
     With `to_keep` it is opened for writing too and made where it is missing, for this user alone.
-    Raises OSError, whose `strerror` says what is there where that is no regular file, and
-    ValueError for a path that no file can have.
+    Raises OSError, whose `strerror` says what is there where that is no regular file, or that no
+    file can have this path.
     """
     flags = os.O_RDWR | os.O_CREAT if to_keep else os.O_RDONLY
     try:
@@ -35,11 +35,21 @@ def open_named(path: str | os.PathLike[str], *, to_keep: bool = False) -> Binary
         if error.errno == errno.ENXIO:  # nobody can open a socket by its name
             raise _is_no_file(stat.S_IFSOCK, path) from None
         raise
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "r+b" if to_keep else "rb")
     os.close(descriptor)
     raise _is_no_file(stat.S_IFMT(mode), path)
+
+
+def read_named(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Reads a file of `open_named`, but no more than one byte beyond `max_bytes`, by which the
+    caller knows that it is too large. Errors are those of `open_named`.
+    """
+    with open_named(path) as file:
+        return file.read(max_bytes + 1)
 
 
 def _is_no_file(kind: int, path: str | os.PathLike[str]) -> OSError:

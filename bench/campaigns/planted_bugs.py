@@ -31,7 +31,7 @@ path, first, count, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), f
 loader = importlib.machinery.ExtensionFileLoader("_simulation", path)
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_simulation", loader))
 loader.exec_module(module)
-from dflash_moe.cli.simulated_members import SimulatedMembers
+from dflash_moe.cli.simulate import SimulatedMembers
 for seed in range(first, first + count):
     print(json.dumps({"seed": seed}), flush=True)
     report = module.simulate(seed, seconds, SimulatedMembers)

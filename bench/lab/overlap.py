@@ -22,7 +22,7 @@ from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.mode_summary import largest_predictions
 from dflash_moe.bench.model_host import describe_topology
 from dflash_moe.bench.results import BenchResult, timing_fields
-from dflash_moe.bench.timeline import layer_timeline, stage_times
+from dflash_moe.bench.timeline import layer_timeline
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import Topology
@@ -115,6 +115,18 @@ class OverlapCase:
             **stages,
             **({"auto": dict(self.auto)} if self.auto is not None else {}),
         }
+
+
+def stage_times(slices: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the seconds in which the slices of a worker were sent, computed and received, and
+    `wall_s`, from the first encode to the last arrival.
+    """
+    return {
+        "send_s": sum(one["worker_received_ns"] - one["encode_start_ns"] for one in slices) / 1e9,
+        "compute_s": sum(one["worker_finished_ns"] - one["worker_started_ns"] for one in slices) / 1e9,
+        "receive_s": sum(one["arrived_ns"] - one["worker_finished_ns"] for one in slices) / 1e9,
+        "wall_s": (max(one["arrived_ns"] for one in slices) - min(one["encode_start_ns"] for one in slices)) / 1e9,
+    }
 
 
 def run_overlap(params: OverlapParams, *, recorder: Recorder | None = None) -> BenchResult:

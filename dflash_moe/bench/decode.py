@@ -21,7 +21,7 @@ from dflash_moe.bench.forward import COUNTED, Sample, measure_once, random_promp
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.model_host import LOCAL, MeasuredHost, describe_topology, open_hosts
 from dflash_moe.bench.read_speed import ReadSpeed
-from dflash_moe.bench.results import BenchResult, percentile, timing_fields
+from dflash_moe.bench.results import BenchResult, described, percentile, timing_fields
 from dflash_moe.bench.token_reads import count_reads, read_fields
 from dflash_moe.topology import Topology
 
@@ -106,14 +106,13 @@ def run_decode(
     params: DecodeParams,
     topology: Topology,
     *,
-    recorder: Recorder | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    recorder: Recorder,
+    overrides: Mapping[str, Any],
 ) -> BenchResult:
     """Measures a row for each dtype and mode, and `local` after the modes of its dtype. Errors are
     those of `run_prefill`.
     """
-    recorder, overrides = recorder or Recorder(), dict(overrides or {})
-    result = recorder.begin("decode", _describe(params))
+    result = recorder.begin("decode", described(params, "with_local"))
     result.params |= describe_topology(topology, overrides, recorder)
     with (
         recorder.recording(),
@@ -130,15 +129,3 @@ def run_decode(
                 cases.append(DecodeCase(local, LOCAL, dtype, input_ids, params.new_tokens, speeds))
         run_rounds(recorder, [*speeds.values(), *cases], rounds=params.repeat)
     return result
-
-
-def _describe(params: DecodeParams) -> dict[str, Any]:
-    return {
-        "model": params.model.name,
-        "prompt_tokens": params.prompt_tokens,
-        "new_tokens": params.new_tokens,
-        "modes": list(params.modes),
-        "dtypes": list(params.dtypes),
-        "repeat": params.repeat,
-        "seed": params.seed,
-    }

@@ -31,8 +31,6 @@ FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k",
 # These classes are measured unless others are named, each with the formats it takes: those that
 # processors compute.
 NUMERICS = tuple(name for name, facts in CLASSES.items() if not facts.is_bounded)
-ROUTINGS = ("uniform", "zipf")
-SOURCES = ("dram", "cache")
 # The weights in rotation are several times larger than the share of one core in the largest
 # last-level caches.
 ROTATION_BYTES = 512 << 20

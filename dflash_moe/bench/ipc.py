@@ -13,18 +13,24 @@ import os
 import secrets
 import socket
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflash_moe import _core, _measure
-from dflash_moe.bench import expert_call
-from dflash_moe.bench.expert_call import measure_calls
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
 from dflash_moe.errors import ConfigError, WorkerTimeout
+from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.encryption import identity_of
 from dflash_moe.protocol.paths import TRANSPORTS
+from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
+from dflash_moe.topology import Topology
 
 # Payloads travel each way. 8 KiB is one row of hidden size 2048 in f32. From 1 MiB on the copies
 # are all that counts.
@@ -40,6 +46,10 @@ ADDS_TO = {"tls": "tcp"}
 # This is far above any round trip measured here, so that "spinning" means never to sleep.
 SPIN_NS = 50_000_000
 TIMEOUT_S = 60.0
+# An expert call is measured over these, of a layer of so many experts, in as many calls.
+CALLED_OVER = ("loopback", "shared", "unix", "tcp")
+HIDDEN_SIZE, NUM_EXPERTS, TOP_K = 2048, 8, 2
+WARMUP_CALLS, CALLS = 200, 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class IpcParams:
     batches: int = 5
     max_rounds: int = 2000
     bytes_per_batch: int = 256 << 20
-    calls: tuple[str, ...] = expert_call.TRANSPORTS
+    calls: tuple[str, ...] = CALLED_OVER
 
 
 def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResult:
@@ -79,7 +89,7 @@ def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResu
             recorder.save()
         for done, transport in enumerate(params.calls, len(cases)):
             recorder.reporter.advance(done, total, f"expert calls over {transport}")
-            result.rows += measure_calls((transport,), pinned)
+            result.rows.append(_measure_call(transport, pinned))
             recorder.save()
         recorder.reporter.advance(total, total, "done")
     return result
@@ -195,3 +205,84 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
         ours = socket.create_connection(listener.getsockname(), timeout=5)
         theirs, _ = listener.accept()
     return ours, theirs
+
+
+def _measure_call(transport: str, pinned: tuple[int, int]) -> dict[str, Any]:
+    """Returns the row of calls of one token in f32, as in decode: what each takes from the Python
+    call to its return, minus the computation that the worker reported for that very call.
+
+    The layer is tiny, so that computation is short; its hidden size gives a row its usual size.
+    """
+    address = "" if transport == "shared" else f", address: {transport}"
+    topology = Topology.parse(f"version: 1\nhost: {{threads: 1}}\nworkers: [{{name: w0, backend: cpu, threads: 1{address}}}]\n")
+    tensors = _batch()
+    with (
+        _tiny_layer() as spec,
+        ExpertRuntime.start(topology, model=spec, mode="batched", profile=1) as runtime,
+        _pinned(runtime, pinned),
+    ):
+        for _ in range(WARMUP_CALLS):
+            runtime.experts(0, *tensors)
+        runtime.take_traces()
+        walls = []
+        # Calls follow each other at once, as in a decode step. Anything between them would let the
+        # worker fall asleep.
+        for _ in range(CALLS):
+            started = time.perf_counter_ns()
+            runtime.experts(0, *tensors)
+            walls.append(time.perf_counter_ns() - started)
+        # Each call has one slice, and slices are in the order of the calls.
+        traces = runtime.take_traces()
+        computes = [trace["worker_finished_ns"] - trace["worker_started_ns"] for trace in traces]
+    added_us = [(wall - compute) / 1e3 for wall, compute in zip(walls, computes, strict=True)]
+    return {
+        "name": f"call_{transport}",
+        "transport": transport,
+        "tokens": 1,
+        "hidden_size": HIDDEN_SIZE,
+        "tensors": type(tensors[0]).__module__,
+        **timing_fields([wall / 1e9 for wall in walls]),
+        "worker_p50_us": statistics.median(computes) / 1e3,
+        "added_p50_us": statistics.median(added_us),
+        "added_p99_us": percentile(added_us, 0.99),
+    }
+
+
+@contextmanager
+def _tiny_layer() -> Iterator[ModelSpec]:
+    with tempfile.TemporaryDirectory(prefix="dflash-bench-") as folder:
+        yield tiny_checkpoint(
+            Path(folder), hidden_size=HIDDEN_SIZE, moe_intermediate_size=16, num_experts=NUM_EXPERTS, top_k=TOP_K, num_layers=1
+        )
+
+
+def _batch() -> tuple[Any, Any, Any]:
+    """Returns one token, as torch tensors where torch is installed, as at a host, and else as NumPy
+    arrays.
+    """
+    arrays = routed_batch(1, HIDDEN_SIZE, NUM_EXPERTS, TOP_K)
+    try:
+        import torch
+    except ImportError:
+        return arrays
+    return tuple(torch.from_numpy(array) for array in arrays)
+
+
+@contextmanager
+def _pinned(runtime: ExpertRuntime, cpus: tuple[int, int]) -> Iterator[None]:
+    """This thread on the first core, every thread of worker processes on the second; this thread is
+    freed again at the end.
+    """
+    allowed = os.sched_getaffinity(0)
+    if cpus[0] == cpus[1]:
+        yield
+        return
+    for process in runtime.worker_processes():
+        if process.pid != os.getpid():
+            for thread in os.listdir(f"/proc/{process.pid}/task"):
+                os.sched_setaffinity(int(thread), {cpus[1]})
+    os.sched_setaffinity(0, {cpus[0]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)

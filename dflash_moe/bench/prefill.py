@@ -19,7 +19,7 @@ from dflash_moe.bench.forward import Sample, measure_once, random_prompt, settle
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.mode_summary import largest_predictions, summarise
 from dflash_moe.bench.model_host import LOCAL, MeasuredHost, describe_topology, open_hosts, resident_memory
-from dflash_moe.bench.results import BenchResult, timing_fields
+from dflash_moe.bench.results import BenchResult, described, timing_fields
 from dflash_moe.bench.timeline import capture_timeline
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
@@ -150,8 +150,8 @@ def run_prefill(
     params: PrefillParams,
     topology: Topology,
     *,
-    recorder: Recorder | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    recorder: Recorder,
+    overrides: Mapping[str, Any],
 ) -> BenchResult:
     """Measures every prompt, dtype and mode. Rows are in that order, with the `local` row after its
     modes.
@@ -159,8 +159,8 @@ def run_prefill(
     `overrides` are settings (flags) for the runtime. Errors are those of `ExpertRuntime.start` and
     of the calls, and the recorder keeps what was measured before one.
     """
-    recorder, overrides = recorder or Recorder(), dict(overrides or {})
-    result = recorder.begin("prefill", _describe(params))
+    overrides = dict(overrides)
+    result = recorder.begin("prefill", described(params, "with_local", "with_timeline"))
     result.params |= describe_topology(topology, overrides, recorder)
     if params.with_timeline:
         overrides["profile"] = 1
@@ -196,16 +196,3 @@ def prefill_cases(params: PrefillParams, remote: MeasuredHost, local: MeasuredHo
             if local is not None:
                 cases.append(PrefillCase(local, Series(LOCAL, dtype), longest[:, :num_tokens], params.new_tokens))
     return cases
-
-
-def _describe(params: PrefillParams) -> dict[str, Any]:
-    return {
-        "model": params.model.name,
-        "prompt_tokens": list(params.prompt_tokens),
-        "new_tokens": params.new_tokens,
-        "modes": list(params.modes),
-        "dtypes": list(params.dtypes),
-        "repeat": params.repeat,
-        "stream_repeat": params.stream_repeat,
-        "seed": params.seed,
-    }

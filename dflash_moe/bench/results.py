@@ -11,6 +11,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -171,6 +172,15 @@ def _unpacked(value: Any) -> Any:
         if all(isinstance(line, list) and len(line) == len(columns) for line in value["values"]):
             return [dict(zip(columns, map(_unpacked, line), strict=True)) for line in value["values"]]
     return {key: _unpacked(one) for key, one in value.items()}
+
+
+def described(params: Any, *left_out: str) -> dict[str, Any]:
+    """Returns the parameters of a bench, a dataclass, as its result has them: all fields but those
+    `left_out`, a model by its name.
+    """
+    found = {item.name: getattr(params, item.name) for item in dataclasses.fields(params) if item.name not in left_out}
+    found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    return found | {"model": params.model.name}
 
 
 def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:

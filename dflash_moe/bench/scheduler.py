@@ -22,7 +22,7 @@ from dflash_moe.bench.engine_runs import ENGINE_PARTS, RunSample, run_engine, ru
 from dflash_moe.bench.forward import random_prompt
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.model_host import MeasuredHost, describe_topology, open_hosts
-from dflash_moe.bench.results import BenchResult, timing_fields
+from dflash_moe.bench.results import BenchResult, described, timing_fields
 from dflash_moe.errors import ConfigError
 from dflash_moe.topology import Topology
 
@@ -126,8 +126,8 @@ def run_scheduler(
     params: SchedulerParams,
     topology: Topology,
     *,
-    recorder: Recorder | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    recorder: Recorder,
+    overrides: Mapping[str, Any],
 ) -> BenchResult:
     """Measures a row "batch-N" for each number of requests, behind a row "loop" where one is
     wanted.
@@ -135,9 +135,8 @@ def run_scheduler(
     Errors: ConfigError for requests that the model, the KV cache or the engine's settings have no
     room for, and those of `ExpertRuntime.start` and of the calls.
     """
-    recorder, overrides = recorder or Recorder(), dict(overrides or {})
     _check(params)
-    result = recorder.begin("scheduler", _describe(params))
+    result = recorder.begin("scheduler", described(params))
     result.params |= describe_topology(topology, overrides, recorder)
     with (
         recorder.recording(),
@@ -231,16 +230,3 @@ def _check_room(params: SchedulerParams, settings: EngineSettings, forward: Forw
             f"warning: {most} requests of {length} tokens need {needed} blocks of the KV cache, and it has "
             f"{blocks.num_blocks}: some will be preempted and computed again; raise engine.kv_memory"
         )
-
-
-def _describe(params: SchedulerParams) -> dict[str, Any]:
-    return {
-        "model": params.model.name,
-        "batch": list(params.batch),
-        "prompt_tokens": params.prompt_tokens,
-        "new_tokens": params.new_tokens,
-        "warmup": params.warmup,
-        "repeat": params.repeat,
-        "with_loop": params.with_loop,
-        "seed": params.seed,
-    }

@@ -87,15 +87,3 @@ def clock_offset(traces: Iterable[Mapping[str, int]]) -> int:
     out = best["worker_received_ns"] - best["published_ns"]
     back = best["arrived_ns"] - best["worker_finished_ns"]
     return (out - back) // 2
-
-
-def stage_times(slices: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the seconds in which the slices of a worker were sent, computed and received, and
-    `wall_s`, from the first encode to the last arrival.
-    """
-    return {
-        "send_s": sum(one["worker_received_ns"] - one["encode_start_ns"] for one in slices) / 1e9,
-        "compute_s": sum(one["worker_finished_ns"] - one["worker_started_ns"] for one in slices) / 1e9,
-        "receive_s": sum(one["arrived_ns"] - one["worker_finished_ns"] for one in slices) / 1e9,
-        "wall_s": (max(one["arrived_ns"] for one in slices) - min(one["encode_start_ns"] for one in slices)) / 1e9,
-    }

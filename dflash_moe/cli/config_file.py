@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.config import SETTINGS, SETTINGS_BY_NAME
 from dflash_moe.config.settings import CONFIG_VARIABLE
 from dflash_moe.errors import ConfigError, shown
-from dflash_moe.named_files import open_named
+from dflash_moe.named_files import read_named
 
 if TYPE_CHECKING:
     from dflash_moe.topology import Topology
@@ -97,12 +97,11 @@ def _usual_path(environ: Mapping[str, str]) -> Path | None:
 
 def _read(path: Path, named_by: str) -> str:
     try:
-        with open_named(path) as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        content = read_named(path, MAX_FILE_BYTES)
+    except OSError as error:
         raise ConfigError(
-            f"{named_by}{shown(str(path))} cannot be read: {reason}; name a file of options, or {CONFIG_VARIABLE}={NO_FILE}"
+            f"{named_by}{shown(str(path))} cannot be read: {error.strerror}; name a file of options, or "
+            f"{CONFIG_VARIABLE}={NO_FILE}"
         ) from None
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}:1: the file is larger than {MAX_FILE_BYTES} bytes; it holds a few options")

@@ -17,7 +17,7 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench.tables import MIB
-from dflash_moe.cli.demo_model import find_assets
+from dflash_moe.cli.model_path import find_assets
 from dflash_moe.errors import DflashError
 from dflash_moe.topology import HostSpec, Topology
 from dflash_moe.topology.spec import Emulate
@@ -38,10 +38,6 @@ ROUNDS = 5
 NETWORK_DELAY_MS, NETWORK_MBIT_S = 0.5, 200.0
 NEAR = "on this machine, over shared memory"
 FAR = f"behind a network of {NETWORK_MBIT_S:g} Mbit/s, {NETWORK_DELAY_MS:g} ms each way (emulated)"
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="demo")(demo)
 
 
 def demo_topology() -> Topology:
@@ -105,7 +101,7 @@ def print_places(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     )
     for place, of_place in rows.items():
         typer.echo(place)
-        table = options.table("mode", "dtype", "prefill s", "tokens/s", "calls", "MiB out", "MiB back", "against stream f32")
+        table = options.Table("mode", "dtype", "prefill s", "tokens/s", "calls", "MiB out", "MiB back", "against stream f32")
         slowest = next(row["samples_s"] for row in of_place if (row["mode"], row["dtype"]) == ("stream", "f32"))
         for row in of_place:
             sizes = (f"{row[key] / MIB:.2f}" for key in ("request_bytes", "reply_bytes"))

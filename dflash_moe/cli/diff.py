@@ -13,15 +13,10 @@ import typer
 from dflash_moe.cli import options
 from dflash_moe.cli.loading import Lines
 from dflash_moe.config.settings import PRESETS, SETTINGS_BY_NAME
-from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
     from dflash_moe.proofs.diff_report import DiffReport
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `diff`."""
-    app.command(name="diff")(diff)
 
 
 _Preset = f"[default: that of --preset]. Allowed: {', '.join(PRESETS)}."
@@ -72,11 +67,9 @@ def diff(
         _side(b, topology_b or topology, ("--preset-b", preset_b), overrides),
     )
     report = run(*sides, prompt=prompt, tolerance=tolerance, seed=seed, progress=options.say, on_loading=Lines().report)
-    if json_out is not None:
-        options.write_json(json_out, report.to_json())
+    options.write_json(json_out, report.to_json())
     _show(report)
-    if report.parts:
-        raise DflashError(f"diff: {report.fault()}")
+    options.refuse_faults("diff: ", [report.fault()] if report.parts else [])
 
 
 def _side(model: str, topology: Path | None, preset: tuple[str, str | None], overrides: dict[str, Any]) -> Any:
@@ -93,22 +86,17 @@ def _side(model: str, topology: Path | None, preset: tuple[str, str | None], ove
 def _show(report: DiffReport) -> None:
     how = "bit by bit" if not report.not_bits else f"by tolerance {report.tolerance:.3g}, because {report.not_bits}"
     typer.echo(f"{report.num_tokens} tokens, compared {how}; differences over A's deviation\n")
-    table = options.table(
-        "layer", "as they ran: rms", "max", "with A's inputs: rms", "max", "experts: rms", "max", "rerouted tokens"
+    options.show_rows(
+        report.layers,
+        ("layer", lambda one: str(one.layer)),
+        ("as they ran: rms", lambda one: f"{one.free.rms:.2e}"),
+        ("max", lambda one: f"{one.free.largest:.2e}"),
+        ("with A's inputs: rms", lambda one: f"{one.fed.rms:.2e}"),
+        ("max", lambda one: f"{one.fed.largest:.2e}"),
+        ("experts: rms", lambda one: "-" if one.experts is None else f"{one.experts.rms:.2e}"),
+        ("max", lambda one: "-" if one.experts is None else f"{one.experts.largest:.2e}"),
+        ("rerouted tokens", lambda one: "-" if one.experts is None else str(one.rerouted)),
     )
-    for layer in report.layers:
-        experts = layer.experts
-        table.add_row(
-            str(layer.layer),
-            f"{layer.free.rms:.2e}",
-            f"{layer.free.largest:.2e}",
-            f"{layer.fed.rms:.2e}",
-            f"{layer.fed.largest:.2e}",
-            "-" if experts is None else f"{experts.rms:.2e}",
-            "-" if experts is None else f"{experts.largest:.2e}",
-            "-" if experts is None else str(layer.rerouted),
-        )
-    options.show(table)
     typer.echo(
         f"logits: rms {report.logits.rms:.2e}, max {report.logits.largest:.2e}; KL {report.kl:.2e} nats; the best token is the "
         f"same at {100 * report.top1:.1f}% of the tokens"

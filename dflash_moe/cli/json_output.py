@@ -58,10 +58,13 @@ def prepare_outputs(*paths: Path | None) -> None:
             raise ConfigError(f"{path}: cannot be written; choose the path of a file in a folder of yours")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes an output file, or `value` on stdout. Raises DflashError that names the path where
-    that fails after the work, because the disk is full or the folder went away.
+def write_json(path: Path | None, value: Any) -> None:
+    """Writes an output file, or `value` on stdout, where somebody asked for it. Raises DflashError
+    that names the path where that fails after the work, because the disk is full or the folder
+    went away.
     """
+    if path is None:
+        return
     text = json.dumps(value, indent=1) + "\n"
     if path == STDOUT:
         stream = _stdout.get(None) or sys.stdout

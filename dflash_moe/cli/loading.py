@@ -75,35 +75,19 @@ class Lines:
 
 
 class LatestLine:
-    """Reports in plain lines about layers that come one after another, of which only the latest is
-    of interest.
+    """Reports in plain lines about what is done one after another, of which only the latest is of
+    interest. `form` is a line of what it is called, how much is done, and of how much.
     """
 
-    def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
-        self._clock = clock
-        self._last = clock()
+    def __init__(self, form: str) -> None:
+        self._form = form
+        self._last = time.monotonic()
 
-    def report(self, layer: str, count: int, total: int) -> None:
-        """`count` of the `total` experts of `layer` have been compared."""
-        if self._clock() - self._last >= LINE_EVERY_S:
-            self._last = self._clock()
-            self._say(f"comparing weights: {layer} {count} of {total} experts")
-
-
-class CopyLine:
-    """Reports in plain lines how much of a file is copied, in MiB."""
-
-    def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
-        self._clock = clock
-        self._last = clock()
-
-    def report(self, unit: str, count: int, total: int) -> None:
-        """`count` of `total` are copied."""
-        if self._clock() - self._last >= LINE_EVERY_S:
-            self._last = self._clock()
-            self._say(f"copying: {count:,} of {total:,} {unit}")
+    def report(self, name: str, count: int, total: int) -> None:
+        """`count` of `total` are done of what `name` is."""
+        if time.monotonic() - self._last >= LINE_EVERY_S:
+            self._last = time.monotonic()
+            options.say(self._form.format(name, count, total))
 
 
 class Bars:
@@ -206,14 +190,14 @@ def comparing_shown() -> Iterator[ContentsReport]:
     """Gives the block what `ExpertRuntime.check_weights` takes as `report`. Bars vanish at its
     end.
     """
-    with _shown("comparing", LatestLine().report) as report:
+    with _shown("comparing", LatestLine("comparing weights: {} {} of {} experts").report) as report:
         yield report
 
 
 @contextmanager
 def copying_shown() -> Iterator[Callable[[int, int], None]]:
     """Gives the block what `write_stub` takes as `report`. The bar vanishes at its end."""
-    with _shown("copying", CopyLine().report) as report:
+    with _shown("copying", LatestLine("copying: {1:,} of {2:,} {0}").report) as report:
         yield lambda done, total: report("MiB", done >> 20, total >> 20)
 
 

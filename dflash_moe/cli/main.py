@@ -19,8 +19,8 @@ from typing import Any
 import typer
 
 from dflash_moe.cli.command_line import MAX_COMPARED
-from dflash_moe.cli.demo_model import DEMO
 from dflash_moe.cli.help_page import FORMER_NAMES
+from dflash_moe.cli.model_path import DEMO
 from dflash_moe.cli.root import DEBUG, PROGRAM, build_app
 from dflash_moe.errors import DflashError, printable, shown
 

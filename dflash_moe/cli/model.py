@@ -32,9 +32,8 @@ MAX_RUNS = 5
 def register(app: typer.Typer) -> None:
     """Adds `model make`, `model inspect` and `model stub`."""
     model = Commands(help="Make and inspect checkpoints, and stubs of GGUF files.", no_args_is_help=True)
-    model.command(name="make")(make)
-    model.command(name="inspect")(inspect)
-    model.command(name="stub")(stub)
+    for command in (make, inspect, stub):
+        model.command(name=command.__name__)(command)
     app.add_typer(model, name="model")
 
 
@@ -74,8 +73,7 @@ def inspect(
         from dflash_moe.model.inspect import inspect_model
 
         found = inspect_model(path)
-    if json_out is not None:
-        options.write_json(json_out, found.to_json())
+    options.write_json(json_out, found.to_json())
     if json_out == options.STDOUT:
         return
     class_names = ", ".join(found.architectures) or "no class named"
@@ -136,25 +134,24 @@ def _show_layers(found: Inspection) -> None:
     """Shows one row for all layers that are alike, wherever they are."""
     from dflash_moe.placement.fit_text import ranges
 
-    table = options.table(
-        "layers", "experts", "top-k", "in", "inner", "out", "formula", "weights", "an expert", "a layer", "which"
+    options.show_rows(
+        _alike(found.layers),
+        ("layers", lambda layers: str(len(layers))),
+        ("experts", lambda layers: str(layers[0].num_experts)),
+        ("top-k", lambda layers: str(layers[0].top_k)),
+        ("in", lambda layers: str(layers[0].ffn.in_size)),
+        ("inner", lambda layers: str(layers[0].ffn.intermediate_size)),
+        ("out", lambda layers: str(layers[0].ffn.out_size)),
+        ("formula", lambda layers: _formula(layers[0])),
+        ("weights", lambda layers: layers[0].weight_dtype),
+        ("an expert", lambda layers: format_bytes(layers[0].expert_bytes)),
+        ("a layer", lambda layers: format_bytes(layers[0].num_experts * layers[0].expert_bytes)),
+        ("which", lambda layers: _shortened(ranges([item.index for item in layers]))),
     )
-    for layers in _alike(found.layers):
-        layer = layers[0]
-        table.add_row(
-            str(len(layers)),
-            str(layer.num_experts),
-            str(layer.top_k),
-            str(layer.ffn.in_size),
-            str(layer.ffn.intermediate_size),
-            str(layer.ffn.out_size),
-            layer.ffn.activation if layer.ffn.gate in ("gated", "none") else layer.ffn.gate,
-            layer.weight_dtype,
-            format_bytes(layer.expert_bytes),
-            format_bytes(layer.num_experts * layer.expert_bytes),
-            _shortened(ranges([item.index for item in layers])),
-        )
-    options.show(table)
+
+
+def _formula(layer: LayerSpec) -> str:
+    return layer.ffn.activation if layer.ffn.gate in ("gated", "none") else layer.ffn.gate
 
 
 def _shortened(runs: str) -> str:
@@ -190,7 +187,7 @@ def _show_sizes(found: Inspection) -> None:
 
 def _show_fits(found: Inspection) -> None:
     resident = found.resident_bytes()["auto"]
-    table = options.table("card or worker, GiB", "layers whose experts fit", "of all experts, %", "workers needed")
+    table = options.Table("card or worker, GiB", "layers whose experts fit", "of all experts, %", "workers needed")
     for gib, fraction in found.fits().items():
         layers = f"{found.layers_within(gib * GIB)} of {len(found.layers)}"
         table.add_row(str(gib), layers, f"{100 * fraction:.0f}", str(-(-resident // (gib * GIB))))

@@ -11,11 +11,19 @@ import itertools
 import os
 import re
 import stat
+from importlib import resources
 from pathlib import Path
 
-from dflash_moe.cli.demo_model import DEMO, demo_model
 from dflash_moe.errors import ConfigError, shown
 
+# What a user writes in the place of a path. A folder of this name is ./demo.
+DEMO = "demo"
+# This package of bench/demo_model holds the model and the prompt.
+ASSETS = "dflash_moe_demo"
+TOY = (
+    "the demo model is a toy: 4 layers trained on Python's documentation, which go on with a text and know no answers; "
+    "it shows the program, not what a model can do"
+)
 # An id of a model hub, which other programs take with a page's address before it, and with the
 # quantisation of a GGUF file behind it.
 _HUB_ID = re.compile(
@@ -27,6 +35,24 @@ USUAL_KIND = "Q4_K_M"
 WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 # Names in a folder that are compared with one that is not there.
 MAX_NAMES = 10_000
+
+
+def find_assets() -> Path:
+    """Returns the folder with `model/` and `prompt.txt`. Raises ConfigError that says what to
+    install, because the package of a worker goes without.
+    """
+    try:
+        return Path(str(resources.files(ASSETS)))
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "the demo's model is not installed: it is a package of its own, dflash-moe-demo; in the source tree run `make`, or "
+            "`pip install ./bench/demo_model`"
+        ) from None
+
+
+def demo_model() -> Path:
+    """Returns the checkpoint directory of the shipped model. Errors are those of `find_assets`."""
+    return find_assets() / "model"
 
 
 def names_model(value: str) -> bool:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ from dflash_moe.cli.json_output import prepare_outputs as prepare_outputs
 from dflash_moe.cli.json_output import write_json as write_json
 from dflash_moe.cli.model_path import model_directory as model_directory
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
-from dflash_moe.errors import ConfigError, printable, shown
+from dflash_moe.errors import ConfigError, DflashError, printable, shown
 
 if TYPE_CHECKING:
     from dflash_moe.holders.threads import ThreadPlan
@@ -119,15 +119,15 @@ def _with_settings(command: Callable[..., Any], letters: Mapping[str, str], read
     @functools.wraps(command)
     def wrapper(**given: Any) -> Any:
         if given.pop("explain_auto", False):
-            show_auto_log()
+            show_log("auto")
         raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
         overrides = check_flags(raw)
         topology = given_topology(given.get("topology"))
         if reads_config:
             stated = read_config_file().unstated(topology, overrides, os.environ)
             overrides |= {name: found.value for name, found in stated.items()}
-        show_plan_log()
-        show_notices()
+        show_log("plan")
+        show_log("notices")
         prepare_host(topology, overrides)
         return command(**given, **overrides)
 
@@ -235,21 +235,6 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     return plan
 
 
-def show_auto_log() -> None:
-    """Lets the explanations of mode auto through to stderr."""
-    _show_log("dflash_moe.auto")
-
-
-def show_plan_log() -> None:
-    """Lets through to stderr what is planned: where experts go, and in which classes."""
-    _show_log("dflash_moe.plan")
-
-
-def show_notices() -> None:
-    """Lets through to stderr what workers come and go."""
-    _show_log("dflash_moe.notices")
-
-
 class _Saying(logging.Handler):
     """Says records on what is stderr at that time: a prompt may stand there by then."""
 
@@ -257,8 +242,11 @@ class _Saying(logging.Handler):
         say(record.getMessage())
 
 
-def _show_log(name: str) -> None:
-    shown_log = logging.getLogger(name)
+def show_log(name: str) -> None:
+    """Lets through to stderr what a log says: `auto` why a mode was chosen, `plan` where experts go
+    and in which classes, `notices` what workers come and go.
+    """
+    shown_log = logging.getLogger(f"dflash_moe.{name}")
     shown_log.handlers = [_Saying()]
     shown_log.setLevel(logging.INFO)
     shown_log.propagate = False
@@ -267,6 +255,16 @@ def _show_log(name: str) -> None:
 def say(line: str) -> None:
     """Prints one line of progress on stderr."""
     print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def refuse_faults(said: str, faults: Sequence[str]) -> None:
+    """Ends a command that proves something: says all faults but the first, which stands behind
+    `said` in a DflashError. Does nothing where there is none.
+    """
+    for fault in faults[1:]:
+        say(fault)
+    if faults:
+        raise DflashError(f"{said}{faults[0]}")
 
 
 class Table:
@@ -299,9 +297,17 @@ class Table:
         return [line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows)]
 
 
-def table(*columns: str) -> Table:
-    """Makes a table with these column heads."""
-    return Table(*columns)
+# A column of a table: its head, and what stands under it, as a format of a row's fields or as a
+# function of the row.
+Column = tuple[str, str | Callable[[Any], str]]
+
+
+def show_rows(rows: Iterable[Any], *columns: Column) -> None:
+    """Prints a table on stdout, with a line for each row and an empty line after it."""
+    made = Table(*(head for head, _ in columns))
+    for row in rows:
+        made.add_row(*(cell.format_map(row) if isinstance(cell, str) else cell(row) for _, cell in columns))
+    show(made)
 
 
 def show(shown: Table) -> None:

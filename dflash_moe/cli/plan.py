@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from dflash_moe.forward.fitted import Fitted
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `plan`."""
-    app.command(name="plan")(plan)
-
-
 @options.with_settings(reads_config=True)
 def plan(
     model: options.ModelOption,

@@ -12,15 +12,9 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.loading import loading_shown
-from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
     from dflash_moe.proofs.replay import Replay
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `replay`."""
-    app.command(name="replay")(replay)
 
 
 @options.with_settings()
@@ -58,10 +52,7 @@ def replay(
     with loading_shown(then="") as on_loading:
         result = run(found, directory, where, is_close=close, on_loading=on_loading, overrides=overrides)
     _show(result)
-    if result.differences:
-        for difference in result.differences[1:]:
-            options.say(difference)
-        raise DflashError(f"replay: {result.differences[0]}")
+    options.refuse_faults("replay: ", result.differences)
 
 
 def _show(result: Replay) -> None:

@@ -17,7 +17,8 @@ from dflash_moe.version import __version__
 PROGRAM = "dflash-moe"
 SUMMARY = "Mixture-of-experts models, their experts in other processes."
 # These are the commands by group, in the order of --help. Each is in the module of its name, which
-# is imported when somebody asks for the command; those that need several files have a folder.
+# is imported when somebody asks for the command: a function of that name, or what the module
+# registers where it has several. Commands that need several files have a folder.
 COMMANDS = {
     "Run a model": {
         "demo": "two workers and a small model: a first look, 2 minutes",
@@ -59,8 +60,6 @@ ELSEWHERE = {
     "completion": "it is the option --install-completion",
 }
 DEBUG = "--debug"
-# So many letters of a misspelt word are compared: the work grows with their number squared.
-MAX_COMPARED = 100
 
 
 class Root(Group):
@@ -75,7 +74,11 @@ class Root(Group):
         if cmd_name in NAMES and cmd_name not in self.commands:
             app = Commands()
             module = f"{cmd_name}.{cmd_name}" if cmd_name in FOLDERS else cmd_name
-            importlib.import_module(f"dflash_moe.cli.{module}").register(app)
+            found = importlib.import_module(f"dflash_moe.cli.{module}")
+            if hasattr(found, "register"):
+                found.register(app)
+            else:
+                app.command(name=cmd_name)(getattr(found, cmd_name))
             self.commands.update(typer.main.get_group(app).commands)
         return self.commands.get(cmd_name)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,8 @@ import typer
 from dflash_moe import _core
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
-from dflash_moe.cli.simulated_members import SimulatedMembers
 from dflash_moe.errors import ConfigError
+from dflash_moe.holders.membership import Event, Happening, Life, RestartPolicy
 
 if TYPE_CHECKING:
     from dflash_moe._simulation import Report
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 _DEFAULT_SEEDS = 100
 _PROGRESS_S = 5.0
 _SHOWN_VIOLATIONS = 5
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `simulate`."""
-    app.command(name="simulate")(simulate)
 
 
 def simulate(
@@ -210,7 +206,7 @@ def _say_failure(seed: int, seconds: float, report: Report) -> None:
 def _show(summary: Summary) -> None:
     plain = summary.to_json()
     rate = plain["per_cpu_minute"]
-    table = options.table("", "in all", "per minute of processor time")
+    table = options.Table("", "in all", "per minute of processor time")
     table.add_row("virtual hours", f"{plain['virtual_hours']:.2f}", f"{rate['virtual_hours']:.1f}")
     table.add_row("calls", f"{summary.num_calls:,}", f"{rate['calls']:,.0f}")
     table.add_row("faults", f"{sum(summary.faults.values()):,}", f"{rate['faults']:,.0f}")
@@ -219,3 +215,23 @@ def _show(summary: Summary) -> None:
     typer.echo(f"{summary.num_succeeded:,} calls gave the right bits; {summary.num_abandoned} were abandoned; errors: {failed}")
     verdict = f"{len(summary.failing)} of {summary.num_seeds} seeds broke a rule" if summary.failing else "no rule was broken"
     typer.echo(f"{verdict}; event hash {plain['event_hash']}")
+
+
+class SimulatedMembers:
+    """The machines of workers 0 to n - 1. Called with an event of one of them (its index, what
+    happened, of which attempt, why, whether it died, and the virtual time in seconds), it returns
+    the orders as (task, attempt, until), the state, whether the worker is coming back, and the
+    latest attempt.
+    """
+
+    def __init__(self, seed: int, are_started_by_host: Sequence[bool], backoff_s: tuple[float, float]) -> None:
+        rng, policy = random.Random(seed), RestartPolicy(backoff_s)
+        self._members = [Life(f"w{i}", policy, rng, is_ours) for i, is_ours in enumerate(are_started_by_host)]
+
+    def __call__(
+        self, worker: int, what: str, attempt: int, reason: str, is_death: bool, now: float
+    ) -> tuple[list[tuple[str, int, float]], str, bool, int]:
+        member = self._members[worker]
+        orders = member.on(Event(Happening(what), attempt, reason, is_death), now)
+        told = [(order.task.value, order.attempt, order.until) for order in orders]
+        return told, member.state.value, member.is_coming, member.attempt

@@ -13,15 +13,9 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.loading import Lines, comparing_shown
-from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
     from dflash_moe.proofs.verify_report import VerifyReport
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `verify`."""
-    app.command(name="verify")(verify)
 
 
 @options.with_settings(reads_config=True)
@@ -51,13 +45,9 @@ def verify(
             directory, where, dtype=overrides.get("dtype"), seed=seed, progress=options.say, on_loading=Lines().report,
             on_comparing=compare if weights else None, overrides=overrides,
         )  # fmt: skip
-    if json_out is not None:
-        options.write_json(json_out, report.to_json())
+    options.write_json(json_out, report.to_json())
     _show(report)
-    if report.excesses:
-        for excess in report.excesses[1:]:
-            options.say(excess)
-        raise DflashError(f"verify: {len(report.excesses)} bounds exceeded; {report.excesses[0]}")
+    options.refuse_faults(f"verify: {len(report.excesses)} bounds exceeded; ", report.excesses)
     typer.echo("parity: every bound held")
 
 
@@ -67,21 +57,18 @@ def _show(report: VerifyReport) -> None:
         f"numerics {', '.join(sorted(set(report.numerics['classes'].values())))}; errors and differences over the output's "
         "standard deviation\n"
     )
-    table = options.table("layer", "tokens", "calls", "eager error", "remote error", "ratio", "rms difference", "max", "stream")
-    for layer in report.layers:
-        ratio = layer.remote_error / layer.eager_error if layer.eager_error else 0.0
-        table.add_row(
-            str(layer.index),
-            str(layer.tokens),
-            str(layer.calls),
-            f"{layer.eager_error:.2e}",
-            f"{layer.remote_error:.2e}",
-            f"{ratio:.2f}",
-            f"{layer.difference_rms:.2e}",
-            f"{layer.difference_max:.2e}",
-            "equal" if layer.equal_in_stream else "DIFFERENT",
-        )
-    options.show(table)
+    options.show_rows(
+        report.layers,
+        ("layer", lambda layer: str(layer.index)),
+        ("tokens", lambda layer: str(layer.tokens)),
+        ("calls", lambda layer: str(layer.calls)),
+        ("eager error", lambda layer: f"{layer.eager_error:.2e}"),
+        ("remote error", lambda layer: f"{layer.remote_error:.2e}"),
+        ("ratio", lambda layer: f"{layer.remote_error / layer.eager_error if layer.eager_error else 0.0:.2f}"),
+        ("rms difference", lambda layer: f"{layer.difference_rms:.2e}"),
+        ("max", lambda layer: f"{layer.difference_max:.2e}"),
+        ("stream", lambda layer: "equal" if layer.equal_in_stream else "DIFFERENT"),
+    )
     for holder, formats in report.formats.items():
         typer.echo(f"{holder} holds {', '.join(formats)} and computes in {report.numerics['classes'][holder]}")
     if report.compared_shards is not None:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from dflash_moe.topology import Address, Topology, WorkerSpec
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="worker")(worker)
-
-
 def worker(
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The worker's name in the topology.")],
     model: Annotated[
@@ -67,7 +63,7 @@ def worker(
     it.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in workers/start.py, for the same reason
-    from dflash_moe.cli.demo_model import DEMO, demo_model
+    from dflash_moe.cli.model_path import DEMO, demo_model
     from dflash_moe.workers.process import run_hand_started_worker
     from dflash_moe.workers.resident import KEEP_S
 

@@ -59,18 +59,22 @@ def list_workers(context: typer.Context, json_out: Annotated[Path | None, option
     it is.
     """
     found = control.ask(context.obj, {"order": "list"}, timeout_s=LIST_S)
-    if json_out is not None:
-        options.write_json(json_out, found)
+    options.write_json(json_out, found)
     if json_out == options.STDOUT:
         return
-    table = options.table("worker", "state", "since", "deaths", "shards", "weights", "numerics", "reached over", "pid")
-    for row in found["workers"]:
-        table.add_row(
-            row["name"], row["state"], f"{row['since_s']:.0f} s", str(row["deaths"]), str(row["shards"]),
-            format_bytes(row["weight_bytes"]), row["numerics"], row["way"], str(row["pid"]),
-        )  # fmt: skip
     typer.echo(printable(f"host {found['pid']}: {found['model']}"))
-    options.show(table)
+    options.show_rows(
+        found["workers"],
+        ("worker", "{name}"),
+        ("state", "{state}"),
+        ("since", "{since_s:.0f} s"),
+        ("deaths", "{deaths}"),
+        ("shards", "{shards}"),
+        ("weights", lambda row: format_bytes(row["weight_bytes"])),
+        ("numerics", "{numerics}"),
+        ("reached over", "{way}"),
+        ("pid", "{pid}"),
+    )
     for row in found["workers"]:
         if row["reason"]:
             typer.echo(printable(f"{row['name']}: {row['reason']}"))

@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 import os
 import re
@@ -98,6 +97,15 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
 
 
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the first and the last of each run of neighbours among ascending numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        begin = runs.pop()[0] if runs and number == runs[-1][1] + 1 else number
+        runs.append((begin, number))
+    return runs
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" where a known word is close to `word`, else an empty text."""
     close = difflib.get_close_matches(word[:MAX_COMPARED], list(known), n=1, cutoff=0.6)
@@ -143,14 +151,8 @@ def whole_or_auto(low: int, high: int) -> Parser:
 
 
 def seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
-    try:
-        number = float(value)
-    except OverflowError:
-        # The integer is beyond what a float can hold.
-        raise ValueError from None
-    if not (math.isfinite(number) and 0 < number <= MAX_TIMEOUT_S):
+    number = _number(value, 0, MAX_TIMEOUT_S)
+    if not number:
         raise ValueError
     return number
 

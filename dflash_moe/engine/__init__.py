@@ -10,9 +10,9 @@ thread that goes from step to step: plan, begin, run, sample, commit, deliver.
   `sampling_state`, what is remembered of a request, `draw`, the random part, `token_masks`, what a
   grammar allows, and `logprobs`.
 - `request` is one; `delivery` is the door: commands in, tokens out, under a lock that the engine
-  takes once a step. Text is made by the callers' threads (`text`, `request_text`, `prompt_runs`).
-- `prompt_check` and `length_limit` refuse what can never be computed. `chat_history` and
-  `chat_prompts` are conversations.
+  takes once a step. Text is made by the callers' threads (`text`, `prompt_runs`).
+- `prompt_check` refuses what can never be computed. `chat_history` and `chat_prompts` are
+  conversations.
 
 SPDX-License-Identifier: Apache-2.0
 """

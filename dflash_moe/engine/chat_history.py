@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from dflash_moe.engine.length_limit import LengthLimit
+from dflash_moe.engine.prompt_check import LengthLimit
 from dflash_moe.errors import ConfigError
 from dflash_moe.integrations.tokenizer import decode, encode_with_ends
 

@@ -21,8 +21,7 @@ from dflash_moe import _core
 from dflash_moe.engine.delivery import Bell, BetweenSteps, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
-from dflash_moe.engine.length_limit import LengthLimit, length_limit
-from dflash_moe.engine.prompt_check import LengthWarning, checked_prompt
+from dflash_moe.engine.prompt_check import LengthLimit, LengthWarning, checked_prompt, length_limit
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.engine.sampling.sampling_state import SamplingState
@@ -151,9 +150,9 @@ class Engine:
         """
         self._between_steps(self._check_blocks, timeout_s)
 
-    def drop_prefix_cache(self, timeout_s: float = 30.0) -> None:
+    def drop_prefix_cache(self) -> None:
         """Forgets all cached prefixes, so that a measurement does not find its own prompts."""
-        self._between_steps(self._forget_cached, timeout_s)
+        self._between_steps(self._forget_cached, 30.0)
 
     def settle(self) -> None:
         """Returns once the engine thread has heard what was sent to it before, between two steps.

@@ -17,9 +17,8 @@ from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.prompt_runs import PromptRun, PromptRuns
-from dflash_moe.engine.request_text import RequestText
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
-from dflash_moe.engine.text import Chunk, Completion
+from dflash_moe.engine.text import Chunk, Completion, RequestText
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, shown
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.forward.fitted import fit_here

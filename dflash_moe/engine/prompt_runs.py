@@ -17,8 +17,7 @@ from dflash_moe.errors import DflashError, QueueFull
 if TYPE_CHECKING:
     from dflash_moe.engine.delivery import TokenStream
     from dflash_moe.engine.request import TokenDelta
-    from dflash_moe.engine.request_text import RequestText
-    from dflash_moe.engine.text import Chunk, Completion
+    from dflash_moe.engine.text import Chunk, Completion, RequestText
 
 
 class PromptRun:

@@ -1,5 +1,5 @@
 """Asks this machine and a checkpoint for what a fit needs (placement/fit.py), and logs the plan. It
-is what runs where nobody gives a topology.
+is what runs where nobody gives a topology. Simulated cards are never among those of the machine.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_moe import _core
 from dflash_moe.config import Settings, resolve_settings
+from dflash_moe.errors import DflashError, UnsupportedError
 from dflash_moe.experts.tensors import ITEM_BYTES
-from dflash_moe.forward.machine_cards import find_cards
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.formats.weight_formats import mapped_only, split_formats
+from dflash_moe.model.formats.weight_formats import mapped_only, not_on_cards, split_formats
 from dflash_moe.model.sizing import ModelSizes, model_sizes
 from dflash_moe.model.spec import LayerSpec
-from dflash_moe.placement.fit import Fit, FitLayer, FitModel, FitWishes, HostNeeds, Machine, fit
+from dflash_moe.placement.fit import Card, Fit, FitLayer, FitModel, FitWishes, HostNeeds, Machine, fit
 from dflash_moe.placement.fit_text import describe, speed_line
+from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.telemetry.machine import memory_available, physical_cores
 from dflash_moe.telemetry.memory_speed import memory_bytes_per_s
+from dflash_moe.topology.numerics import CLASSES
+from dflash_moe.topology.spec import GPU_BACKENDS
 
+log = logging.getLogger(__name__)
 log_plan = logging.getLogger("dflash_moe.plan")
+
+# Cards that round inputs so have matrix units.
+_MATRIX_WORD = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +121,72 @@ def _command(path: str | Path, settings: Settings) -> str:
     for flag, value in (("--experts-on-card", settings.experts_on_card), ("--max-context", settings.max_context)):
         words += [flag, str(value)] if value is not None else []
     return shlex.join([*words, "--write", "FILE"])
+
+
+def find_cards(layers: Sequence[LayerSpec]) -> tuple[Card, ...]:
+    """Returns the usable cards, the fastest first. No speed was measured: cards with matrix units
+    come before those without, and then those with more memory.
+    """
+    found: list[tuple[tuple[bool, int, int], Card]] = []
+    for backend in GPU_BACKENDS:
+        for number, device in enumerate(_core.probe_backend(backend)["devices"]):
+            choice = DeviceChoice(backend, number)
+            try:
+                if device["reason"]:
+                    raise UnsupportedError(device["reason"])
+                card, has_matrix_units = look_at_card(choice, device["name"], layers)
+            except DflashError as error:
+                log.info("%s:%d is not used: %s", backend, number, error)
+                continue
+            found.append(((not has_matrix_units, -device["memory_bytes"], len(found)), card))
+    return tuple(card for _, card in sorted(found, key=lambda entry: entry[0]))
+
+
+def look_at_card(choice: DeviceChoice, label: str, layers: Sequence[LayerSpec]) -> tuple[Card, bool]:
+    """Opens a card, and returns what a fit needs to know of it and whether it has matrix units.
+    Errors are those of `open_device`.
+    """
+    opened = open_device(choice, threads=1, name=f"{choice.backend}:{choice.device}")
+    assert opened is not None, "a card is no processor"
+    sizes: dict[tuple[str, int, str], int | None] = {}
+    for layer in layers:
+        kind = _kind(layer)
+        if kind not in sizes:
+            sizes[kind] = _layer_bytes(opened, layer)
+    matrix = any(CLASSES[name].activations == _MATRIX_WORD for name in opened.numerics_classes())
+    return Card(
+        f"{choice.backend}:{choice.device}",
+        label,
+        opened.free_bytes(),
+        tuple(sizes[_kind(layer)] for layer in layers),
+        _why_no_host(choice),
+        choice.simulate or None,
+    ), matrix
+
+
+def _kind(layer: LayerSpec) -> tuple[str, int, str]:
+    return str(layer.ffn.kernel_spec()), layer.num_experts, layer.weight_dtype
+
+
+def _layer_bytes(opened: _core.BackendDevice, layer: LayerSpec) -> int | None:
+    if not_on_cards(layer.weight_dtype):
+        return None
+    try:
+        return opened.layer_bytes(spec=layer.ffn.kernel_spec(), num_experts=layer.num_experts, weight_dtype=layer.weight_dtype)
+    except UnsupportedError as error:
+        log.info("%s: layer %d is not for it: %s", opened.label, layer.index, error)
+        return None
+
+
+def _why_no_host(choice: DeviceChoice) -> str:
+    """Returns why attention cannot run on a card, an empty text where it can."""
+    if not choice.has_own_memory:
+        return ""
+    import torch
+
+    is_hip = torch.version.hip is not None
+    if not torch.cuda.is_available() or is_hip != (choice.backend == "hip"):
+        return f"torch {torch.__version__} here has no support for {choice.backend}"
+    if choice.device >= torch.cuda.device_count():
+        return f"torch sees {torch.cuda.device_count()} cards"
+    return ""

@@ -31,7 +31,8 @@ from dflash_moe.model.architecture import find_experts, load_architecture, load_
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.dense_tensors import StoredMatrix, is_plain, stored_latents, stored_matrices
 from dflash_moe.operators.addresses import DTYPE_NAMES
-from dflash_moe.operators.attention_probe import AttentionLayer, AttentionProbe, probe_attention, set_implementation
+from dflash_moe.operators.attention_interface import set_implementation
+from dflash_moe.operators.attention_probe import AttentionLayer, AttentionProbe, probe_attention
 from dflash_moe.operators.latent_proof import take_latent_heads
 from dflash_moe.operators.paged_attention import IMPLEMENTATION, LatentHeads, LayerPages, StoredHeads, attach
 from dflash_moe.operators.report import Finding, TakeoverReport

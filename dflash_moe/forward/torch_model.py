@@ -21,7 +21,8 @@ from dflash_moe.forward.forward import PackedForward
 from dflash_moe.forward.kv_budget import KvShape, block_bytes, kv_blocks
 from dflash_moe.forward.torch_cache import TorchCache, gathered_values
 from dflash_moe.operators.addresses import DTYPE_NAMES, TORCH_DTYPES
-from dflash_moe.operators.attention_probe import AttentionLayer, max_positions, probe_attention, set_implementation
+from dflash_moe.operators.attention_interface import set_implementation
+from dflash_moe.operators.attention_probe import AttentionLayer, max_positions, probe_attention
 from dflash_moe.operators.gathered_attention import IMPLEMENTATION, GatheredLayer, attach, expand
 from dflash_moe.operators.report import TakeoverReport
 from dflash_moe.telemetry.machine import memory_available

@@ -16,7 +16,7 @@ from dflash_moe.errors import CheckpointError, DflashError, shown
 from dflash_moe.model.formats.gguf_header import is_gguf
 from dflash_moe.model.formats.safetensors_header import MAX_HEADER_BYTES
 from dflash_moe.model.refusals import is_file
-from dflash_moe.named_files import open_named
+from dflash_moe.named_files import read_named
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -102,8 +102,7 @@ def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     file.
     """
     try:
-        with open_named(path) as stream:
-            text = stream.read(max_bytes + 1)
+        text = read_named(path, max_bytes)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(text) > max_bytes:

@@ -8,7 +8,8 @@ and the proof that they may.
   stores quantised as it is.
 - `attention_probe` finds out whether attention can be paged at all; where not, the model runs one
   sequence at a time. `paged_attention` and, with torch's operators, `gathered_attention` are the
-  two ways of reading pages; `latent_proof` is about latent heads.
+  two ways of reading pages, which modules call by transformers' interface
+  (`attention_interface`); `latent_proof` is about latent heads.
 - `layers` takes whole decoder layers (block_forms.py decides), in steps whose context modules of
   the model's own find in one documented slot (`step_context`).
 - `looks` and `notable_positions` are what a proof must have looked at: lengths and positions at

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_moe.errors import DflashError, UnsupportedError
+from dflash_moe.operators.attention_interface import AttentionTerms, on_interface, set_implementation
 from dflash_moe.operators.attribute_probe import read_parameters
 from dflash_moe.operators.looks import LookingCache, watched
-from dflash_moe.operators.paged_attention import check_arguments
 
 _IMPLEMENTATION = "dflash_moe_probe"
 # This attribute of the probed model's modules says which layers they stored keys for.
@@ -261,29 +260,18 @@ def _implementation(model: Any, cache: _ProbeCache) -> Iterator[None]:
             module.__dict__.pop(_PROBE, None)
 
 
-def set_implementation(model: Any, name: str) -> None:
-    """Has the attention modules of a model call the function of that name on the interface."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    for config in configs.values():
-        config._attn_implementation_internal = name
-
-
 def _look(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
-    scaling: Any = None, sliding_window: Any = None, softcap: Any = None, s_aux: Any = None, **others: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: nn.Module, query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, terms: AttentionTerms
+) -> torch.Tensor:
     """Notes the call and returns zeros of the right shape."""
     cache = module.__dict__[_PROBE]
-    window = told = int(sliding_window or 0)
-    if isinstance(attention_mask, _Mask):
-        window = attention_mask.window(module, told, cache.max_positions, query.device)
-        attention_mask = None
-    check_arguments(module, attention_mask, others)
-    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    call = AttentionCall(query.shape[1], scale, window, told, float(softcap or 0.0), s_aux)
+    window = terms.window
+    if terms.mask is not None:
+        window = terms.mask.window(module, window, cache.max_positions, query.device)
+    call = AttentionCall(query.shape[1], terms.scale, window, terms.window, terms.softcap, terms.sinks)
     cache.attended.append((module, int(getattr(module, "layer_idx", -1)), call))
-    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1])), None
+    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
 
 
-ALL_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _look)
+on_interface(_IMPLEMENTATION, _look, masks=_Mask)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _look_at_mask)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.operators.paged_attention import as_latents, check_arguments
+from dflash_moe.operators.attention_interface import AttentionTerms, on_interface
+from dflash_moe.operators.paged_attention import as_latents
 from dflash_moe.operators.row_groups import RowGroup
 from dflash_moe.operators.step_context import StepContext, running_step
 
@@ -75,22 +75,6 @@ class GatheredLayer:
         return expand(module, keys, values) if self.is_latent else (keys, values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """What attention does with products of queries and keys. `softcap` is 0 and `sinks` is None
-    where there is none.
-    """
-
-    scale: float
-    softcap: float
-    sinks: torch.Tensor | None  # [num_heads]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether scaled_dot_product_attention has a form for it."""
-        return self.softcap == 0.0 and self.sinks is None
-
-
 def attach(module: nn.Module, layer: GatheredLayer) -> None:
     """Gives an attention module the pages of its layer."""
     module.__dict__[_PAGES] = layer
@@ -112,63 +96,55 @@ def expand(module: Any, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[t
     return keys, values
 
 
-def attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Computes attention for queries [1, num_heads, num_rows, head_dim] over pages, to which the
-    cache has appended the rows' keys and values already. Returns [1, num_rows, num_heads,
-    value_size]. The window is that of the pages: a module may leave it to a mask.
-
-    Raises UnsupportedError naming a keyword that it does not compute.
+def _attention(
+    module: nn.Module, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor, terms: AttentionTerms
+) -> torch.Tensor:
+    """Computes attention over pages, to which the cache has appended the rows' keys and values
+    already. The window is that of the pages: a module may leave it to a mask.
     """
-    del key, value, sliding_window
-    check_arguments(module, attention_mask, others)
     layer = layer_of(module)
     if layer is None:
         raise UnsupportedError(f"{type(module).__name__}: has no pages; only an engine's model uses {IMPLEMENTATION}")
-    _, num_heads, num_rows, head_dim = query.shape
+    num_heads, num_rows = query.shape[1:3]
     rows = query[0].transpose(0, 1)
     out = query.new_empty((num_rows, num_heads, layer.value_size))
-    scores = _Scores(float(head_dim**-0.5 if scaling is None else scaling), float(softcap or 0.0), s_aux)
     for group in layer.pages.groups(running_step(), layer.window):
         keys, values = layer.read(module, group, query.dtype)
         batch = rows[group.rows].unflatten(0, (group.num_sequences, group.num_rows))
-        out[group.rows] = _attend(batch, keys, values, group, scores).flatten(0, 1)
-    return out.unsqueeze(0), None
+        out[group.rows] = _attend(batch, keys, values, group, terms).flatten(0, 1)
+    return out.unsqueeze(0)
 
 
-def _attend(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: RowGroup, scores: _Scores) -> torch.Tensor:
+def _is_plain(terms: AttentionTerms) -> bool:
+    """Says whether scaled_dot_product_attention has a form for it."""
+    return terms.softcap == 0.0 and terms.sinks is None
+
+
+def _attend(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: RowGroup, terms: AttentionTerms
+) -> torch.Tensor:
     """Returns [num_sequences, num_rows, num_heads, value_size] for rows [num_sequences, num_rows,
     num_heads, head_dim].
     """
     num_sequences, num_rows, num_heads, _ = rows.shape
     is_grouped = num_heads != keys.shape[1]
-    if scores.is_plain and group.is_causal:
+    if _is_plain(terms) and group.is_causal:
         # torch's kernels for cards have a form for this one with heads that share keys.
         found = scaled_dot_product_attention(
-            rows.transpose(1, 2), keys, values, is_causal=True, scale=scores.scale, enable_gqa=is_grouped
+            rows.transpose(1, 2), keys, values, is_causal=True, scale=terms.scale, enable_gqa=is_grouped
         )
         return found.transpose(1, 2)
-    heads = num_heads if not scores.is_plain else num_heads // keys.shape[1]
+    heads = num_heads if not _is_plain(terms) else num_heads // keys.shape[1]
     most = max(1, _MAX_SCORES // (num_sequences * heads * group.num_keys))
     parts = [
-        _attend_piece(rows[:, begin : begin + most], keys, values, group.mask(begin, min(begin + most, num_rows)), scores)
+        _attend_piece(rows[:, begin : begin + most], keys, values, group.mask(begin, min(begin + most, num_rows)), terms)
         for begin in range(0, num_rows, most)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _attend_piece(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: _Scores
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, terms: AttentionTerms
 ) -> torch.Tensor:
     """Computes rows as `_attend` does. Heads that share a key are rows of one head: so no key is
     repeated, and kernels without a form for shared keys take them.
@@ -179,31 +155,31 @@ def _attend_piece(
     queries = rows.unflatten(2, (num_kv_heads, repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if mask is not None:
         mask = mask[:, None] if num_rows == 1 else mask[:, None].repeat(1, 1, repeats, 1)
-    if scores.is_plain:
-        found = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scores.scale)
+    if _is_plain(terms):
+        found = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=terms.scale)
     else:
-        found = _plain(queries, keys, values, mask, scores)
+        found = _plain(queries, keys, values, mask, terms)
     return found.unflatten(2, (repeats, num_rows)).permute(0, 3, 1, 2, 4).reshape(num_sequences, num_rows, num_heads, -1)
 
 
 def _plain(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: _Scores
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, terms: AttentionTerms
 ) -> torch.Tensor:
     """Computes in float32 what scaled_dot_product_attention has no form for."""
     weights = queries.float() @ keys.float().transpose(2, 3)
-    weights *= scores.scale
-    if scores.softcap:
-        weights = scores.softcap * torch.tanh(weights / scores.softcap)
+    weights *= terms.scale
+    if terms.softcap:
+        weights = terms.softcap * torch.tanh(weights / terms.softcap)
     if mask is not None:
         weights.masked_fill_(~mask, -torch.inf)
-    if scores.sinks is not None:
+    if terms.sinks is not None:
         num_sequences, num_kv_heads, num_rows, _ = queries.shape
         # Rows are in the order of the heads that share a key, as `_attend_piece` has them.
-        sinks = scores.sinks.float().view(1, num_kv_heads, -1, 1)
+        sinks = terms.sinks.float().view(1, num_kv_heads, -1, 1)
         sinks = sinks.repeat_interleave(num_rows // sinks.shape[2], dim=2).expand(num_sequences, -1, -1, -1)
         weights = torch.cat((weights, sinks), dim=3)
     weights = torch.softmax(weights, dim=3)[..., : keys.shape[2]]
     return (weights @ values.float()).to(queries.dtype)
 
 
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
+attention_forward = on_interface(IMPLEMENTATION, _attention)

@@ -1,8 +1,6 @@
 """Paged attention behind transformers' attention interface: a module's own forward makes queries,
 keys and values, and our function computes over the pages that hold the keys.
 
-Attention is not recognised but enters by its interface. So whatever the interface may be told that
-our function does not compute is refused by name, and such a family keeps one sequence at a time.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -13,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.operators.addresses import DTYPE_NAMES, dense, rows_of
+from dflash_moe.operators.attention_interface import AttentionTerms, on_interface
 from dflash_moe.operators.linear import memory_source, weights_of
 from dflash_moe.operators.step_context import running_step
 
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "dflash_moe_paged"
 # This attribute of an attention module holds the pages of its layer.
 _PAGES = "dflash_moe_pages"
-# What the interface may be told beside what our function computes with: it is about training, about
-# masks that the pages make unnecessary, or about what is returned.
-_IGNORED = frozenset(
-    {"dropout", "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions", "is_causal",
-     "output_router_logits", "output_hidden_states", "return_dict", "logits_to_keep", "past_key_values", "layer_idx"}
-)  # fmt: skip
 
 
 class Pages(Protocol):
@@ -163,34 +155,19 @@ def as_latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor
     return kv_nope, k_rot
 
 
-def attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Computes attention for queries [1, num_heads, num_rows, head_dim] over pages, to which the
-    cache has appended the rows' keys and values already. Returns [1, num_rows, num_heads,
-    value_size]. The window is that of the pages: a module may leave it to a mask.
-
-    Raises UnsupportedError naming a keyword that it does not compute.
+def _attention(
+    module: nn.Module, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor, terms: AttentionTerms
+) -> torch.Tensor:
+    """Computes attention over pages, to which the cache has appended the rows' keys and values
+    already. The window is that of the pages: a module may leave it to a mask.
     """
-    del key, value, sliding_window
-    check_arguments(module, attention_mask, others)
     found = module.__dict__.get(_PAGES)
     if found is None:
         raise UnsupportedError(f"{type(module).__name__}: has no pages; only an engine's model uses {IMPLEMENTATION}")
-    num_heads, num_rows, head_dim = query.shape[1:]
+    num_heads, num_rows = query.shape[1:3]
     rows = query[0].transpose(0, 1)
     latent = found.latent
     kv_layer = found.pages.layer(found.index)
-    scale = head_dim**-0.5 if scaling is None else scaling
     dtype = query.dtype
     if latent is not None:
         rows = latent.of_queries(rows)
@@ -201,22 +178,11 @@ def attention_forward(
     _core.paged_attention(
         found.pages.pool, kv_layer, step.plan, rows.data_ptr(), rows.stride(0) * rows.element_size(),
         DTYPE_NAMES[rows.dtype], num_heads, out.data_ptr(), out.stride(0) * out.element_size(), DTYPE_NAMES[out.dtype],
-        scale=float(scale), window=found.window, softcap=float(softcap or 0.0),
-        sinks_address=found.sinks_address(s_aux),
+        scale=terms.scale, window=found.window, softcap=terms.softcap, sinks_address=found.sinks_address(terms.sinks),
     )  # fmt: skip
     if latent is not None:
         out = latent.of_found(out, dtype)
-    return out.unsqueeze(0), None
-
-
-def check_arguments(module: nn.Module, attention_mask: Any, others: dict[str, Any]) -> None:
-    """Raises UnsupportedError naming whatever paged attention does not compute with."""
-    for name, given in others.items():
-        if name not in _IGNORED and given is not None:
-            raise UnsupportedError(f"{type(module).__name__}: paged attention does not compute with {name}")
-    if attention_mask is not None or others.get("is_causal") is False:
-        what = "is_causal=False" if attention_mask is None else "an attention mask of the model's own"
-        raise UnsupportedError(f"{type(module).__name__}: paged attention does not compute with {what}")
+    return out.unsqueeze(0)
 
 
 def _adjacent(rows: torch.Tensor) -> torch.Tensor:
@@ -245,4 +211,4 @@ def expand_latents(module: nn.Module) -> None:
         module.kv_b_proj = found.latent.exact()
 
 
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
+on_interface(IMPLEMENTATION, _attention)

@@ -101,6 +101,10 @@ class FitModel:
     on_card: HostNeeds
     max_positions: int
 
+    def needs(self, host: Card | None) -> HostNeeds:
+        """Returns the needs of its host on a card, or on the processor where that is None."""
+        return self.in_memory if host is None else self.on_card
+
 
 @dataclass(frozen=True, slots=True)
 class FitWishes:
@@ -156,9 +160,9 @@ def fit(model: FitModel, machine: Machine, wishes: FitWishes | None = None) -> F
     _check_wish(model, machine, wishes)
     context = wishes.max_context or min(model.max_positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     host = _host(model, machine, context, wishes.kv_bytes)
-    kv_bytes = _kv_bytes(_needs(model, host), context, wishes.kv_bytes)
+    kv_bytes = _kv_bytes(model.needs(host), context, wishes.kv_bytes)
     rooms = [(card, card.free_bytes - MARGIN_BYTES) for card in machine.cards]
-    taken = _needs(model, host).dense_bytes + kv_bytes
+    taken = model.needs(host).dense_bytes + kv_bytes
     rooms = [(card, room - (taken if card is host else 0)) for card, room in rooms]
     left = list(range(len(model.layers)))[::-1]
     places = []
@@ -196,10 +200,6 @@ def _check_wish(model: FitModel, machine: Machine, wishes: FitWishes) -> None:
             f"--experts-on-card {asked}: no card that could be used was found here (`dflash-moe doctor` says why); leave the "
             "option out, or give 0"
         )
-
-
-def _needs(model: FitModel, host: Card | None) -> HostNeeds:
-    return model.in_memory if host is None else model.on_card
 
 
 def _kv_bytes(needs: HostNeeds, context: int, stated: int | None) -> int:

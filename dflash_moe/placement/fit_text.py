@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash_moe.config import format_bytes
-from dflash_moe.placement.fit import Card, Fit, FitModel, HostNeeds, Machine, Place
+from dflash_moe.config.values import runs_of
+from dflash_moe.placement.fit import Card, Fit, FitModel, Machine, Place
 
 # Header, processor's memory, mapped file, advice and command take the other lines.
 MAX_CARD_LINES = 3
@@ -42,7 +43,7 @@ def speed_line(model: FitModel, found: Fit, bytes_per_s: float) -> str:
     reads = {place.name: sum(model.layers[at].token_bytes for at in place.layers) for place in found.places}
     host = "memory" if found.host is None else found.host.name
     reads = {host: 0} | reads
-    reads[host] += _needs(model, found).dense_bytes
+    reads[host] += model.needs(found.host).dense_bytes
     places = {"memory": "memory", "mapped": "the mapped file"}
     parts = [f"{format_bytes(count)} from {places.get(name, name)}" for name, count in reads.items()]
     text = f"  speed: of the weights a token reads {' and '.join(parts)}"
@@ -59,17 +60,13 @@ def _advice(model: FitModel, machine: Machine, found: Fit) -> str:
     parts = []
     if machine.cards:
         parts.append(f"--experts-on-card (now {found.layers_on_cards} of {len(model.layers)} layers)")
-    parts.append(f"--max-context (now {found.context:,} tokens, {format_bytes(_needs(model, found).kv_token_bytes)} each)")
+    parts.append(f"--max-context (now {found.context:,} tokens, {format_bytes(model.needs(found.host).kv_token_bytes)} each)")
     mapped = _place(found, "mapped")
     short = 0 if mapped is None else sum(model.layers[at].memory_bytes for at in mapped.layers if model.layers[at].can_pack)
     if short:
         # What is left is less than one layer, so that it is not worth its arithmetic.
         parts.append(f"a smaller quantisation, or {format_bytes(short)} more of free memory, for the layers in the mapped file")
     return "; ".join(parts)
-
-
-def _needs(model: FitModel, found: Fit) -> HostNeeds:
-    return model.in_memory if found.host is None else model.on_card
 
 
 def _place(found: Fit, name: str) -> Place | None:
@@ -97,7 +94,7 @@ def _contents(model: FitModel, found: Fit, card: Card | None, free_bytes: int) -
     place = _place(found, "memory") if card is None else next((one for one in found.places if one.card is card), None)
     parts, taken = [], 0
     if found.host is card:
-        needs = _needs(model, found)
+        needs = model.needs(found.host)
         taken = needs.dense_bytes + found.kv_bytes
         parts.append(f"attention and all but experts ({format_bytes(needs.dense_bytes)})")
         parts.append(f"keys and values of {found.context:,} tokens ({format_bytes(found.kv_bytes)})")
@@ -115,10 +112,4 @@ def _layers(model: FitModel, place: Place) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Returns ascending numbers as text, runs of them as 3..7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs_of(numbers))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dflash_moe.config.remedies import brings_workers_back, fallback_is_off
-from dflash_moe.config.values import HOST_FALLBACK, RECONNECT, REMEDIES, REPLICA
+from dflash_moe.config.values import HOST_FALLBACK, RECONNECT, REMEDIES, REPLICA, runs_of
 from dflash_moe.placement.fallback import class_gap, host_kernel_set, is_in_this_process, shard_gap
 from dflash_moe.topology import HOST, Topology
 
@@ -81,10 +81,4 @@ def _host(gap: str, settings: Settings) -> str:
 
 def _ranges(indices: Iterable[int]) -> str:
     """Writes ascending indices as 0-15, 20."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs_of(indices))

@@ -8,8 +8,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_moe.experts.expert_runtime import ExpertRuntime
-from dflash_moe.forward.host_model import open_host
 from dflash_moe.forward.residuals import EMBEDDING
 from dflash_moe.holders.audit.contents import expert_checksums
 from dflash_moe.model.spec import ModelSpec, model_spec
 from dflash_moe.proofs.diff_prompt import check_comparable, common_tokens
 from dflash_moe.proofs.diff_report import DiffReport, ExpertDiff, LayerDiff
 from dflash_moe.proofs.layer_record import Recorded, RecordedCall, record
+from dflash_moe.proofs.one_pass import OpenedPass, opened_pass
 from dflash_moe.proofs.receipt_record import host_facts, shard_map
 from dflash_moe.proofs.two_passes import Bounds, PassFacts, compare, compare_logits
 
@@ -61,13 +61,14 @@ def diff(
     check_comparable(*specs)
     token_ids = common_tokens(a.path, b.path, prompt, seed)
     progress(f"A: {a.path}")
-    with _opened(a, specs[0], on_loading) as (runtime, forward, facts_a):
-        recorded = record(forward, token_ids)
-    del runtime, forward
+    with _opened(a, specs[0], on_loading) as opened:
+        facts_a, recorded = _facts(opened), record(opened.forward, token_ids)
+    del opened
     gc.collect()
     progress(f"B: {b.path}")
     asked: tuple[LayerSpec, torch.Tensor] | None = None
-    with _opened(b, specs[1], on_loading) as (runtime, forward, facts_b):
+    with _opened(b, specs[1], on_loading) as opened:
+        facts_b, forward = _facts(opened), opened.forward
         not_bits = facts_b.why_not_bits(facts_a)
         if tolerance is not None:
             not_bits = not_bits or "a tolerance was given"
@@ -77,8 +78,8 @@ def diff(
         index = _layer_to_ask(report)
         if index is not None:
             layer = next(layer for layer in specs[1].layers if layer.index == index)
-            asked = layer, _ask_alone(runtime, layer, recorded.calls[index])
-    del runtime, forward
+            asked = layer, _ask_alone(opened.runtime, layer, recorded.calls[index])
+    del opened, forward
     gc.collect()
     if asked is not None:
         layer, answers = asked
@@ -89,22 +90,16 @@ def diff(
     return report
 
 
-@contextmanager
-def _opened(side: Side, spec: ModelSpec, on_loading: LoadingReport | None) -> Iterator[Any]:
-    """Opens a side as (runtime, forward, facts)."""
-    before = torch.get_num_threads()
-    try:
-        with ExpertRuntime.start(side.topology, spec, on_loading=on_loading, **side.overrides) as runtime:
-            host = open_host(side.path, runtime, micro_batches="1")
-            facts = PassFacts(
-                spec.fingerprint, runtime.wire_dtypes, shard_map(runtime), host_facts(host, runtime),
-                runtime.content_checksums(),
-            )  # fmt: skip
-            with closing(host.engine_forward(runtime.settings.kv_memory)) as forward:
-                yield runtime, forward, facts
-    finally:
-        # An engine leaves torch one thread.
-        torch.set_num_threads(before)
+def _opened(side: Side, spec: ModelSpec, on_loading: LoadingReport | None) -> AbstractContextManager[OpenedPass]:
+    return opened_pass(side.path, spec, side.topology, side.overrides, on_loading=on_loading, micro_batches="1")
+
+
+def _facts(opened: OpenedPass) -> PassFacts:
+    runtime = opened.runtime
+    return PassFacts(
+        runtime.spec.fingerprint, runtime.wire_dtypes, shard_map(runtime), host_facts(opened.host, runtime),
+        runtime.content_checksums(),
+    )  # fmt: skip
 
 
 def _compared(wanted: Recorded, free: Recorded, fed: Recorded, not_bits: str, tolerance: float | None) -> DiffReport:

@@ -8,17 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.integrations.tokenizer import encode, load_tokenizer
 from dflash_moe.model.architecture import load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec
+from dflash_moe.proofs.one_pass import drawn_tokens
 
-# As many tokens as `verify` compares, where nobody gives a prompt.
-NUM_TOKENS = 96
-# Beyond that, logits and hidden states of a large model would take gigabytes.
+# With more tokens, logits and hidden states of a large model would take gigabytes.
 MAX_TOKENS = 512
 
 
@@ -47,7 +44,7 @@ def _sizes(layer: Any) -> tuple[int, int, int]:
 
 
 def common_tokens(a: Path, b: Path, prompt: str | None, seed: int) -> list[int]:
-    """Returns the tokens on which both models run: those of `prompt`, or NUM_TOKENS that the seed
+    """Returns the tokens on which both models run: those of `prompt`, or those that the seed
     draws. Raises ConfigError where the tokenizers differ, and for a prompt that is empty or too
     long; UnsupportedError where it needs a tokenizer that is not there.
     """
@@ -56,11 +53,7 @@ def common_tokens(a: Path, b: Path, prompt: str | None, seed: int) -> list[int]:
     if one is not None and other is not None and one.get_vocab() != other.get_vocab():
         raise ConfigError("diff: not comparable: the tokenizers of A and B have other vocabularies")
     if prompt is None:
-        config = load_config(Checkpoint.open(a)).get_text_config()
-        generator = torch.Generator().manual_seed(seed)
-        count = min(NUM_TOKENS, int(getattr(config, "max_position_embeddings", NUM_TOKENS) or NUM_TOKENS))
-        found: list[int] = torch.randint(0, int(config.vocab_size), (count,), generator=generator).tolist()
-        return found
+        return drawn_tokens(a, seed)
     ids, others = encode(one, prompt), encode(other, prompt)
     if ids != others:
         raise ConfigError("diff: not comparable: the tokenizers of A and B make other tokens of --prompt")

@@ -7,19 +7,16 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash_moe.forward.forward import StepRows
 from dflash_moe.forward.residuals import EMBEDDING, residuals_shown
 from dflash_moe.integrations.transformers import routes_replaced
+from dflash_moe.proofs.one_pass import sequence_logits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
 
     from dflash_moe.forward.forward import Forward
@@ -61,27 +58,13 @@ def record(forward: Forward, token_ids: Sequence[int], fed: Recorded | None = No
     states that entered it there, and the experts are called as they were there: what is recorded
     of a layer depends on that layer alone. The routing that is recorded is the model's own.
 
-    Errors are those of `Forward.begin`.
+    Errors are those of `sequence_logits`.
     """
     found = Recorded()
     reader = _Reader(found, fed)
-    with (
-        _one_sequence(forward, token_ids) as rows,
-        residuals_shown(forward, reader),
-        routes_replaced(forward.model, lambda route: _Route(route, reader)),
-        forward.begin([rows]) as step,
-    ):
-        found.logits = step.run().detach().float().cpu().clone()
+    with residuals_shown(forward, reader), routes_replaced(forward.model, lambda route: _Route(route, reader)):
+        found.logits = sequence_logits(forward, token_ids)
     return found
-
-
-@contextmanager
-def _one_sequence(forward: Forward, token_ids: Sequence[int]) -> Iterator[StepRows]:
-    sequence = forward.admit(len(token_ids))
-    try:
-        yield StepRows(sequence, token_ids, num_logits=len(token_ids))
-    finally:
-        sequence.release()
 
 
 class _Reader:

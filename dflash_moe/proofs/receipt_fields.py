@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import ConfigError, shown
-from dflash_moe.named_files import open_named
+from dflash_moe.named_files import read_named
 
 # A larger file is no receipt: that of a model of 1,000 layers, with its 16 positions, has 2 MB.
 MAX_BYTES = 64 << 20
@@ -33,11 +33,11 @@ class Fields:
     def load(cls, path: Path) -> Fields:
         """Reads a file."""
         try:
-            with open_named(path) as file:
-                data = file.read(MAX_BYTES + 1)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{path}: cannot be read ({reason}); give the file that `generate --receipt` wrote") from None
+            data = read_named(path, MAX_BYTES)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error.strerror}); give the file that `generate --receipt` wrote"
+            ) from None
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path}: has more than {MAX_BYTES >> 20} MiB; it is no receipt of `generate --receipt`")
         try:

@@ -1,36 +1,56 @@
 """Proves a receipt again: with its shard map on the holders that are there, its tokens and digests
 come out bit by bit, or the first layer and position are named where they do not.
 
-Where equal bits are not promised, by the receipt or by this machine, the run is repeated with the
-receipt's tokens and compared by tolerance, if that is allowed (replay_close.py).
+Where equal bits are not promised, by the receipt or by this machine, residual stream and logits are
+compared by tolerance, if that is allowed. The receipt's own tokens are fed, so that one that flips
+does not spread.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from dflash_moe import _core
 from dflash_moe.config import resolve_settings
 from dflash_moe.engine.llm import LLM
 from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.forward.residuals import SAMPLED_VALUES, ResidualDigests, residuals_shown
 from dflash_moe.model.spec import ModelSpec, model_spec
 from dflash_moe.placement.imposed import check_map, impose
+from dflash_moe.proofs.one_pass import opened_pass, sequence_logits
 from dflash_moe.proofs.receipt_record import digests_kept, host_facts
-from dflash_moe.proofs.replay_close import CloseResult, replay_close
-from dflash_moe.proofs.two_passes import Contents, host_difference, other_contents
+from dflash_moe.proofs.two_passes import Bounds, Contents, host_difference, other_contents
 from dflash_moe.protocol.devices import DeviceChoice
 
 if TYPE_CHECKING:
-    from dflash_moe.forward.residuals import ResidualDigests
+    from dflash_moe.experts.expert_runtime import ExpertRuntime
     from dflash_moe.holders.fleet import LoadingReport
     from dflash_moe.proofs.receipt import Receipt
     from dflash_moe.topology import Topology
 
 CLOSE_HINT = "--close compares by tolerance instead"
+
+
+@dataclass(frozen=True, slots=True)
+class CloseResult:
+    """What a comparison by tolerance measured. Differences are fractions of the receipt's
+    deviation: `rms` by layer, that of the median row, because a tie in a router moves a row or two
+    and a wrong operator moves all.
+    """
+
+    tolerance: float
+    rms: list[float]
+    # So many of the receipt's tokens are the best ones here too.
+    num_equal: int
+    # Whether tokens were judged: those that were drawn by chance are not.
+    is_greedy: bool
 
 
 @dataclass(slots=True)
@@ -43,7 +63,7 @@ class Replay:
     classes: tuple[str, ...]
     num_tokens: int
     num_digests: int
-    differences: list[str] = field(default_factory=list)
+    differences: list[str]
     # Why bits were not compared, where they were not.
     reason: str = ""
     close: CloseResult | None = None
@@ -71,10 +91,9 @@ def replay(
         if not is_close:
             raise error.reworded(f"{error}; {CLOSE_HINT}") from None
         reason = str(error)
-    result = replay_close(receipt, spec, topology, on_loading, {**(overrides or {}), "dtype": receipt.request_dtype})
-    return Replay(
-        result.num_holders, result.classes, len(receipt.tokens), 0, list(result.excesses), reason=reason, close=result
-    )
+    found = _replay_close(receipt, spec, topology, on_loading, {**(overrides or {}), "dtype": receipt.request_dtype})
+    found.reason = reason
+    return found
 
 
 def _check_model(receipt: Receipt, spec: ModelSpec) -> None:
@@ -145,15 +164,18 @@ def _replay_bits(
                     stream.cancel()
                     break
         contents = llm.runtime.content_checksums()
-        holders = {shard.holder: shard.numerics for shards in llm.runtime.placement.layers for shard in shards}
+        holders = _holders(llm.runtime)
     stored = receipt.residuals
-    found = Replay(
-        len(holders), tuple(sorted(set(holders.values()))), len(receipt.tokens), len(stored.positions) * stored.num_layers
-    )
     # Whatever comes first in the sequence is the cause of what comes later.
     parted = sorted([*_differing_digests(receipt, digests), *_differing_tokens(receipt, tokens)])
-    found.differences = [sentence for _, sentence in parted] + _differing_contents(receipt, contents)
-    return found
+    differences = [sentence for _, sentence in parted] + _differing_contents(receipt, contents)
+    return Replay(*holders, len(receipt.tokens), len(stored.positions) * stored.num_layers, differences)
+
+
+def _holders(runtime: ExpertRuntime) -> tuple[int, tuple[str, ...]]:
+    """Returns how many holders of experts there are, and their numerics classes."""
+    found = {shard.holder: shard.numerics for shards in runtime.placement.layers for shard in shards}
+    return len(found), tuple(sorted(set(found.values())))
 
 
 def _check_host(receipt: Receipt, llm: LLM) -> None:
@@ -205,3 +227,71 @@ def _differing_contents(receipt: Receipt, contents: Contents) -> list[str]:
         f"first layer {receipt.layers[first.place].index}, shard {first.shard}: "
         f"content checksum {first.found:#018x} here, {first.wanted:#018x} in the receipt"
     ]
+
+
+def _replay_close(
+    receipt: Receipt, spec: ModelSpec, topology: Topology, on_loading: LoadingReport | None, overrides: Mapping[str, Any]
+) -> Replay:
+    """Computes what a receipt says on the holders of `topology`, in their own classes."""
+    own = tuple(tuple(replace(terms, numerics="", architecture="") for terms in layer) for layer in receipt.shard_map)
+    digests = ResidualDigests(0, receipt.residuals.positions)
+    with opened_pass(spec.path, spec, impose(topology, own), overrides, on_loading=on_loading) as opened:
+        forward = opened.forward
+        if max(receipt.tokens) >= forward.vocab_size:
+            raise ConfigError(f"replay: token {max(receipt.tokens)} of the receipt is beyond the model's {forward.vocab_size}")
+        with residuals_shown(forward, digests):
+            # Those from which the receipt's tokens were chosen.
+            logits = sequence_logits(
+                forward, [*receipt.prompt_ids, *receipt.tokens[:-1]], num_logits=len(receipt.tokens),
+                max_tokens=len(receipt.prompt_ids) + receipt.sampling.max_tokens,
+                max_rows=opened.runtime.settings.max_batch_tokens if forward.cuts_prompts else 0,
+            )  # fmt: skip
+        holders = _holders(opened.runtime)
+    num_layers = receipt.residuals.num_layers
+    tolerance, most = Bounds.of(receipt.dtype, num_layers).after_layers(num_layers)
+    rms, differences = _judge_stream(receipt, digests, tolerance)
+    num_equal, is_greedy, flipped = _judge_tokens(receipt, logits, 2 * most)
+    close = CloseResult(tolerance, rms, num_equal, is_greedy)
+    return Replay(*holders, len(receipt.tokens), 0, differences + flipped, close=close)
+
+
+def _judge_stream(receipt: Receipt, digests: ResidualDigests, tolerance: float) -> tuple[list[float], list[str]]:
+    """Returns `CloseResult.rms`, and a sentence on the first layer that exceeds the tolerance."""
+    stored = receipt.residuals
+    shape = (len(stored.positions), stored.num_layers, 1 + SAMPLED_VALUES)
+    wanted = np.frombuffer(b"".join(stored.values), np.float32).reshape(shape).astype(np.float64)
+    ours = np.stack([digests.values(position) for position in stored.positions]).astype(np.float64)
+    # One deviation for all rows of a layer: a first token's can be a thousand times another's.
+    deviation = np.median(wanted[:, :, :1], axis=0, keepdims=True)
+    differences = (ours - wanted)[:, :, 1:] / np.where(deviation > 0, deviation, 1.0)
+    by_row = np.sqrt(np.mean(differences**2, axis=2))
+    rms: list[float] = np.median(by_row, axis=0).tolist()
+    for layer, value in enumerate(rms):
+        if not value <= tolerance:
+            position = stored.positions[int(np.argmax(by_row[:, layer]))]
+            return rms, [
+                f"the residual stream parts after layer {layer}, most at position {position}: the median row by "
+                f"{value:.3g} of the deviation, allowed {tolerance:.3g}"
+            ]
+    return rms, []
+
+
+def _judge_tokens(receipt: Receipt, logits: torch.Tensor, tie: float) -> tuple[int, bool, list[str]]:
+    """Returns how many tokens are the best ones here, whether they are judged, and a sentence on
+    the first greedy one that is none: the best logit may be larger by `tie`, in the deviation of
+    all logits.
+    """
+    asked = receipt.sampling
+    has_bias = asked.presence_penalty or asked.frequency_penalty or asked.repetition_penalty != 1 or asked.logit_bias
+    is_greedy = asked.temperature == 0 and not has_bias
+    tokens = torch.tensor(receipt.tokens)
+    gaps = (logits.max(dim=1).values - logits.gather(1, tokens[:, None])[:, 0]) / logits.std()
+    num_equal = int((gaps == 0).sum())
+    flipped = []
+    if is_greedy and not float(gaps.max()) <= tie:
+        place = int(torch.nonzero(~(gaps <= tie))[0, 0])
+        flipped.append(
+            f"token {place} at position {len(receipt.prompt_ids) + place} is {receipt.tokens[place]} in the receipt; the best "
+            f"here is {int(logits[place].argmax())}, by {float(gaps[place]):.3g} of the logits' deviation, allowed {tie:.3g}"
+        )
+    return num_equal, is_greedy, flipped

@@ -195,8 +195,11 @@ def rms(values: Any) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-def rows_rms(difference: Any) -> float:
-    """Returns the rms that a quarter of the rows of a difference exceed. Where an expert is chosen
-    otherwise, which is chance, a few rows are far off.
+def logits_difference(found: Any, wanted: Any) -> tuple[float, float, float]:
+    """Returns how far logits [num_rows, vocab_size] are from `wanted`, over the deviation of these:
+    the rms, the largest difference, and the rms that a quarter of the rows exceed. Where an expert
+    is chosen otherwise, which is chance, a few rows are far off.
     """
-    return float(difference.square().mean(-1).sqrt().quantile(0.75))
+    difference = (found - wanted) / wanted.std()
+    by_row = difference.square().mean(-1).sqrt()
+    return rms(difference), float(difference.abs().max()), float(by_row.quantile(0.75))

@@ -8,18 +8,21 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_moe.config import resolve_settings
 from dflash_moe.errors import DflashError
+from dflash_moe.experts.device_tensors import open_host_device
 from dflash_moe.experts.expert_runtime import ExpertRuntime
-from dflash_moe.forward.forward import PackedForward, StepRows
+from dflash_moe.forward.forward import PackedForward
 from dflash_moe.forward.host_model import HostModel, open_host
+from dflash_moe.holders.placed_experts import PlacedExperts, slices_of
 from dflash_moe.integrations.transformers import check_torch_device, expert_calls
 from dflash_moe.model.architecture import load_config
 from dflash_moe.model.checkpoint import Checkpoint
@@ -28,20 +31,21 @@ from dflash_moe.operators.layers.reads import packed_linears
 from dflash_moe.proofs.eager_pass import EagerPass, FarRows, best_tokens, model_logits, run_eager, same_noise
 from dflash_moe.proofs.expert_truths import StoredExperts
 from dflash_moe.proofs.layer_parity import compare_layer, count_calls, held_formats
-from dflash_moe.proofs.start_check import check_start
-from dflash_moe.proofs.two_passes import Bounds, rms, rows_rms
+from dflash_moe.proofs.one_pass import drawn_tokens, sequence_logits, torch_threads_kept
+from dflash_moe.proofs.two_passes import Bounds, logits_difference
 from dflash_moe.proofs.verify_report import GreedyParity, PositionParity, VerifyReport, judge
+from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.protocol.identity import choose_numerics
+from dflash_moe.topology import HOST
 
 if TYPE_CHECKING:
     from dflash_moe.holders.audit.contents import ContentsReport
     from dflash_moe.holders.fleet import LoadingReport
+    from dflash_moe.model.spec import ModelSpec
     from dflash_moe.topology import Topology
 
 log = logging.getLogger(__name__)
 
-# The prefill that is compared has so many tokens. That is longer than any window of a few tokens,
-# and takes one core little time.
-NUM_TOKENS = 96
 # So many tokens are generated after the first GREEDY_PROMPT tokens of the prefill.
 NUM_GREEDY = 16
 GREEDY_PROMPT = 24
@@ -53,7 +57,6 @@ def verify(
     *,
     dtype: str | None = None,
     seed: int = 0,
-    num_tokens: int = NUM_TOKENS,
     progress: Callable[[str], None] = lambda _line: None,
     on_loading: LoadingReport | None = None,
     on_comparing: ContentsReport | None = None,
@@ -72,23 +75,23 @@ def verify(
     It returns a report also when bounds are exceeded. Errors: CheckpointError naming layer, shard,
     holder and both checksums where weights differ, UnsupportedError naming class and field,
     DflashError when the experts of the model did not reach the workers, and those of
-    `ExpertRuntime.start` and `open_host`. What `check_start` refuses is refused before anything is
-    loaded.
+    `ExpertRuntime.start` and `open_host`. What the runtime refuses before it loads weights is
+    refused before anything is loaded.
     """
     progress("deriving layers from the model")
     spec = model_spec(path, dtype)
     settings = {"dtype": spec.dtype, **(overrides or {})}
     progress("asking workers and cards")
-    check_start(topology, spec, **settings)
+    _check_start(topology, spec, settings)
     check_torch_device(topology.host)
     config = load_config(Checkpoint.open(path)).get_text_config()
     bounds = Bounds.of(spec.dtype, int(getattr(config, "num_hidden_layers", len(spec.layers))))
-    input_ids = torch.randint(0, int(config.vocab_size), (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    input_ids = torch.tensor([drawn_tokens(path, seed)])
     progress(f"running the eager model in {spec.dtype}, layer by layer")
     eager = run_eager(path, spec.dtype, input_ids, len(spec.layers), progress)
     progress("starting workers")
     with (
-        _torch_threads_kept(),
+        torch_threads_kept(),
         ExpertRuntime.start(topology, model=spec, on_loading=on_loading, **settings) as runtime,
         torch.inference_mode(),
     ):
@@ -113,6 +116,25 @@ def verify(
     return report
 
 
+def _check_start(topology: Topology, spec: ModelSpec, overrides: Mapping[str, Any]) -> None:
+    """Refuses what `ExpertRuntime.start` with these settings would refuse before it loads weights,
+    with the same errors: workers are started or reached, say what they can do with their cards, and
+    are let go.
+    """
+    settings = resolve_settings(topology.stated_settings, **overrides)
+    slices_of(settings)
+    placed = PlacedExperts(spec, topology, settings)
+    try:
+        host = DeviceChoice.of_host(topology.host)
+        if not host.is_processor:
+            open_host_device(host)
+        placed.greet()
+        if host.is_processor and topology.host.activations is not None:
+            choose_numerics(placed.topology.numerics_of(HOST), placed.fleet.host_pool.isa, name=HOST)
+    finally:
+        placed.fleet.close()
+
+
 @dataclass(frozen=True, slots=True)
 class _Ours:
     """What the host's model gave: tokens, whether it generated them with a cache, and the logits of
@@ -123,16 +145,6 @@ class _Ours:
     is_cached: bool
     far: FarRows | None = None
     far_logits: Any = None
-
-
-@contextmanager
-def _torch_threads_kept() -> Iterator[None]:
-    """Gives torch its threads back after the block: an engine leaves it one."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _compare(
@@ -156,13 +168,8 @@ def _host_logits(host: HostModel, input_ids: torch.Tensor) -> Any:
     """Returns what `model_logits` returns, over pages where the model's attention reads them."""
     if host.packed is None:
         return _model_logits(host.model, input_ids)
-    token_ids = input_ids[0].tolist()
-    sequence = host.packed.admit(len(token_ids))
-    try:
-        with same_noise():
-            return host.packed.forward([StepRows(sequence, token_ids, num_logits=len(token_ids))]).cpu()
-    finally:
-        sequence.release()
+    with same_noise():
+        return sequence_logits(host.packed, input_ids[0].tolist())
 
 
 def _model_logits(model: Any, input_ids: torch.Tensor) -> Any:
@@ -180,9 +187,8 @@ def _compare_model(
         report.host_numerics = tuple(sorted({name for packed in packed_linears(host.model) for name in packed.numerics}))
         report.kv_dtype = runtime.settings.kv_dtype or report.dtype
     before = count_calls(runtime)
-    difference = (_host_logits(host, input_ids) - eager_logits) / eager_logits.std()
-    report.logits_rms, report.logits_max = rms(difference), float(difference.abs().max())
-    report.rows_rms = rows_rms(difference)
+    found = logits_difference(_host_logits(host, input_ids), eager_logits)
+    report.logits_rms, report.logits_max, report.rows_rms = found
     prompt = input_ids[0, :GREEDY_PROMPT].tolist()
     generated, is_cached = _generate_somehow(host, prompt)
     report.remote_calls = count_calls(runtime) - before
@@ -204,12 +210,8 @@ def _far_rows(packed: PackedForward, seen: list[int]) -> tuple[FarRows | None, A
         return None, None
     generator = torch.Generator().manual_seed(len(positions))
     token_ids = torch.randint(0, packed.vocab_size, (len(positions),), generator=generator).tolist()
-    sequence = packed.admit(len(before) + len(positions))
-    try:
-        with packed.standing_at([*range(len(before)), *positions]), same_noise():
-            logits = packed.forward([StepRows(sequence, [*before, *token_ids], num_logits=len(positions))]).cpu()
-    finally:
-        sequence.release()
+    with packed.standing_at([*range(len(before)), *positions]), same_noise():
+        logits = sequence_logits(packed, [*before, *token_ids], num_logits=len(positions))
     return FarRows(token_ids, positions, is_appended), logits
 
 

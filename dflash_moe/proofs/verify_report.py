@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.proofs.rounded_inputs import rounds_below
-from dflash_moe.proofs.two_passes import Bounds, rms, rows_rms
+from dflash_moe.proofs.two_passes import Bounds, logits_difference
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
@@ -70,8 +70,7 @@ class PositionParity:
     @classmethod
     def of(cls, positions: list[int], ours: Any, theirs: Any) -> PositionParity:
         """Compares logits [num_rows, vocab_size]."""
-        difference = (ours - theirs) / theirs.std()
-        return cls(len(positions), positions[-1], rms(difference), float(difference.abs().max()), rows_rms(difference))
+        return cls(len(positions), positions[-1], *logits_difference(ours, theirs))
 
 
 @dataclass(slots=True)
@@ -99,7 +98,7 @@ class VerifyReport:
     # The differences are divided by the standard deviation of the eager logits.
     logits_rms: float = math.nan
     logits_max: float = math.nan
-    # What `rows_rms` returns of the same difference.
+    # The rms that a quarter of the rows exceed.
     rows_rms: float = math.nan
     # Says why logits and greedy tokens are reported and not judged; empty where they are judged.
     not_judged: str = ""

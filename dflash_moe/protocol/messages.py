@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dflash_moe import _core
+from dflash_moe.config.values import runs_of
 from dflash_moe.errors import ProtocolError
-from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Octets, Table, Text, Tree, Uint, Wire
+from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Table, Text, Tree, Uint, Wire
 
 # Each end accepts a range of versions, and both must share one.
 PROTOCOL_VERSION = 2
@@ -41,7 +42,7 @@ _NAME = Text(128)
 _DTYPE = Text(8)
 _NUMERICS = Text(64)
 _WORDS = ListOf(Text(64), 64)
-_HANDOVER = Octets(_core.MAX_HANDOVER_BYTES)
+_HANDOVER = Binary(_core.MAX_HANDOVER_BYTES, may_be_shorter=True)
 
 
 class Role(enum.IntEnum):
@@ -317,8 +318,8 @@ class ComputeRow(Message):
     # Positions in the shard, one for each pair, ascending.
     local_expert_ids: Annotated[tuple[int, ...], Wire(3, ListOf(_U16, MAX_ROW_PAIRS))]
     # Little-endian f32, one for each pair.
-    weights: Annotated[bytes, Wire(4, Octets(4 * MAX_ROW_PAIRS))]
-    row: Annotated[bytes, Wire(5, Octets(MAX_ROW_BYTES))]
+    weights: Annotated[bytes, Wire(4, Binary(4 * MAX_ROW_PAIRS, may_be_shorter=True))]
+    row: Annotated[bytes, Wire(5, Binary(MAX_ROW_BYTES, may_be_shorter=True))]
     row_dtype: Annotated[str, Wire(6, _DTYPE)]
     reply_dtype: Annotated[str, Wire(7, _DTYPE)]
 
@@ -330,7 +331,7 @@ class RowComputed(Message):
     TYPE: ClassVar[int] = 32
     layer: Annotated[int, Wire(1, Uint(4095))]
     shard: Annotated[int, Wire(2, _U32)]
-    row: Annotated[bytes, Wire(3, Octets(MAX_ROW_BYTES))]
+    row: Annotated[bytes, Wire(3, Binary(MAX_ROW_BYTES, may_be_shorter=True))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,13 +358,7 @@ CODEC = Codec(MESSAGES)
 
 def compress_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
     """Writes ascending ids as flattened runs of (start, count): (0, 1, 2, 7) -> (0, 3, 7, 1)."""
-    runs: list[int] = []
-    for expert_id in experts:
-        if runs and expert_id == runs[-2] + runs[-1]:
-            runs[-1] += 1
-        else:
-            runs += [expert_id, 1]
-    return tuple(runs)
+    return tuple(number for first, last in runs_of(experts) for number in (first, last - first + 1))
 
 
 def expand_experts(ranges: tuple[int, ...]) -> tuple[int, ...]:

@@ -108,34 +108,21 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """Exactly `num_bytes` bytes."""
+    """Exactly `num_bytes` bytes, or where it `may_be_shorter` at most so many."""
 
     num_bytes: int
+    may_be_shorter: bool = False
 
     def check(self, value: Any) -> bytes:
-        if type(value) is not bytes or len(value) != self.num_bytes:
+        least = 0 if self.may_be_shorter else self.num_bytes
+        if type(value) is not bytes or not least <= len(value) <= self.num_bytes:
             found = f"{len(value)} bytes" if type(value) is bytes else _found(value)
-            raise _Refused(f"found {found}, allowed is a binary of exactly {self.num_bytes} bytes")
+            how = "at most" if self.may_be_shorter else "exactly"
+            raise _Refused(f"found {found}, allowed is a binary of {how} {self.num_bytes} bytes")
         return value
 
     def describe(self) -> str:
-        return f"binary, {self.num_bytes} bytes"
-
-
-@dataclass(frozen=True, slots=True)
-class Octets:
-    """At most `max_bytes` bytes."""
-
-    max_bytes: int
-
-    def check(self, value: Any) -> bytes:
-        if type(value) is not bytes or len(value) > self.max_bytes:
-            found = f"{len(value)} bytes" if type(value) is bytes else _found(value)
-            raise _Refused(f"found {found}, allowed is a binary of at most {self.max_bytes} bytes")
-        return value
-
-    def describe(self) -> str:
-        return f"binary, at most {self.max_bytes} bytes"
+        return f"binary, {'at most ' if self.may_be_shorter else ''}{self.num_bytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ QUOTED_LINES = 8
 _TAIL_BYTES = 4096
 
 
-def set_up_worker_logging(level: int = logging.INFO) -> None:
+def set_up_worker_logging() -> None:
     """Sends all log records of this process to stderr."""
-    logging.basicConfig(stream=sys.stderr, level=level, format=LOG_FORMAT, force=True)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT, force=True)
 
 
 class LogFile:

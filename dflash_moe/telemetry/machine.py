@@ -24,23 +24,23 @@ def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
-def cores_reason(cgroup: Path = CGROUP, proc: Path = PROC) -> str:
+def cores_reason() -> str:
     """Returns a phrase that says why `usable_cores` is what it is."""
     mask, online = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     reason = f"affinity mask of {mask} of {online}" if mask < online else f"all {online}"
-    quota = cpu_quota(cgroup, proc)
+    quota = cpu_quota(CGROUP, PROC)
     if quota is None:
         return f"{reason}, no control group quota"
     return f"{reason}, control group quota {quota:g}" + (" binds" if math.floor(quota) < mask else "")
 
 
-def physical_cores(cgroup: Path = CGROUP, topology: Path = _CPU_TOPOLOGY, proc: Path = PROC) -> int:
+def physical_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
     """Returns the number of physical cores among the usable logical ones. Where the kernel does not
     tell, it is the logical count.
     """
     siblings = set()
     for cpu in os.sched_getaffinity(0):
-        text = read_text(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+        text = read_text(_CPU_TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list")
         siblings.add(text or str(cpu))
     return max(1, min(len(siblings), usable_cores(cgroup, proc)))
 

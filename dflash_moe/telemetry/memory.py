@@ -22,12 +22,12 @@ class ProcessMemory:
     shared_bytes: int
 
 
-def process_memory(pid: int | None = None, proc: Path = Path("/proc")) -> ProcessMemory:
+def process_memory(pid: int | None = None) -> ProcessMemory:
     """Reads /proc/PID/status, of this process where `pid` is None. All is zero when the process is
     gone.
     """
     try:
-        text = (proc / ("self" if pid is None else str(pid)) / "status").read_text(encoding="ascii", errors="replace")
+        text = Path("/proc", "self" if pid is None else str(pid), "status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return ProcessMemory(0, 0, 0)
     found = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0}

@@ -24,7 +24,7 @@ from dflash_moe.config import (
 from dflash_moe.config.settings import FALLBACKS, OPERATORS, PRESETS
 from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
-from dflash_moe.named_files import open_named
+from dflash_moe.named_files import read_named
 from dflash_moe.topology.addresses import parse_address
 from dflash_moe.topology.sections import parse_section
 from dflash_moe.topology.spec import (
@@ -98,11 +98,9 @@ def load_topology(path: Path) -> TopologyParts:
     starts with `file:line:`.
     """
     try:
-        with open_named(path) as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TopologyError(f"{path}:1: the topology file cannot be read: {reason}; name a file of YAML") from None
+        content = read_named(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise TopologyError(f"{path}:1: the topology file cannot be read: {error.strerror}; name a file of YAML") from None
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

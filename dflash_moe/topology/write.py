@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from dflash_moe.config import MemoryBudget
+from dflash_moe.config.values import runs_of
 from dflash_moe.topology.sections import nested
 from dflash_moe.topology.spec import Emulate, ExpertSelection, HostSpec, PlacementSpec, WorkerSpec
 from dflash_moe.topology.topology import Topology
@@ -67,13 +68,7 @@ def _experts(experts: ExpertSelection) -> dict[str, str]:
 
 def _ids(ids: Sequence[int]) -> Any:
     """Returns ascending ids as ranges: 0-15, 20."""
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or []
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs_of(ids)) or []
 
 
 def _changed(record: Any, default: Any, *, skipped: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ pytest.importorskip("gguf")
 import dflash_moe as dm
 from bench.models.tiny_gguf import tiny_gguf
 from dflash_moe import _core
-from dflash_moe.model.gguf_architectures.gguf_experts import gguf_model_spec
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(_core.__file__).parent
@@ -58,7 +58,7 @@ def test_the_c_example_computes_what_python_does(tmp_path: Path) -> None:
 
 def _expected_sum(model: Path, plan: Path) -> float:
     """The sum that the example prints, of the same inputs."""
-    with dm.ExpertRuntime.start(dm.Topology.load(plan), gguf_model_spec(model)) as runtime:
+    with dm.ExpertRuntime.start(dm.Topology.load(plan), gguf_experts(model).spec) as runtime:
         layer = runtime.layers[0]
         hidden_states = ((np.arange(NUM_TOKENS * layer.ffn.in_size) % 17) / 16 - 0.5).astype(np.float32)
         pairs = np.arange(NUM_TOKENS * layer.top_k)

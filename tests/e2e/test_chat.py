@@ -27,7 +27,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dflash_moe.cli import demo_model
+from dflash_moe.cli import model_path
 from dflash_moe.cli.main import run
 from dflash_moe.engine.chat_history import ChatHistory
 
@@ -120,7 +120,7 @@ def never_loaded(*_arguments, **_options):
 
 
 def test_demo_is_the_shipped_model_and_says_that_it_is_a_toy(capsys, monkeypatch, one_worker):
-    monkeypatch.setattr(demo_model, "find_assets", lambda: MODEL.parent)
+    monkeypatch.setattr(model_path, "find_assets", lambda: MODEL.parent)
     code, out, err = chat(capsys, monkeypatch, "The\n", "--model", "demo", "--topology", one_worker, "--max-tokens", 3)
     assert code == 0, err
     assert out.endswith("\n")

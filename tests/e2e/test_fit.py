@@ -21,7 +21,7 @@ from dflash_moe.cli.main import run
 from dflash_moe.config import Settings
 from dflash_moe.errors import ConfigError
 from dflash_moe.forward import fitted
-from dflash_moe.forward.machine_cards import find_cards, look_at_card
+from dflash_moe.forward.fitted import find_cards, look_at_card
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.sizing import model_sizes
 from dflash_moe.model.spec import model_spec

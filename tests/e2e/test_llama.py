@@ -24,7 +24,7 @@ pytest.importorskip("gguf")
 
 from bench.models.tiny_gguf import tiny_gguf
 from dflash_moe.experts.expert_runtime import ExpertRuntime
-from dflash_moe.model.gguf_architectures.gguf_experts import gguf_model_spec
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
 from dflash_moe.model.stub import write_stub
 from dflash_moe.topology import Topology
 from tests import handover_program
@@ -127,7 +127,7 @@ def test_program_gets_the_bits_of_a_runtime(model, tmp_path, address):
     found = json.loads((tmp_path / "out").read_text())
     assert found["architecture"] == "qwen3moe"
     assert int(found["threads"]) >= 1
-    with ExpertRuntime.start(Topology.load(plan), gguf_model_spec(model)) as runtime:
+    with ExpertRuntime.start(Topology.load(plan), gguf_experts(model).spec) as runtime:
         for layer, output in zip(runtime.layers, found["outputs"], strict=True):
             rows, ids, weights = handover_program.inputs(layer.ffn.in_size, layer.num_experts, layer.top_k)
             assert runtime.experts(layer.index, rows, ids, weights).tolist() == output

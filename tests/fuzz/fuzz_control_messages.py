@@ -32,7 +32,6 @@ from dflash_moe.protocol.schema import (
     Float,
     ListOf,
     Message,
-    Octets,
     Table,
     Text,
     Tree,
@@ -69,9 +68,8 @@ def _example_value(item: FieldSchema) -> Any:
         ListOf: (),
         Table: {"a": 1},
         Tree: tree,
-        Octets: b"x",
     }
-    return bytes(kind.num_bytes) if isinstance(kind, Binary) else values[type(kind)]
+    return bytes(1 if kind.may_be_shorter else kind.num_bytes) if isinstance(kind, Binary) else values[type(kind)]
 
 
 def mutate(data: bytes, random_: random.Random) -> bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
 from dflash_moe.config import MAX_THREADS
 
 if TYPE_CHECKING:
@@ -38,19 +38,14 @@ def attention(
     """
     from bench.lab.attention import AttentionParams, run_attention
 
-    if plot is not None:
-        from dflash_moe.bench.plots.plot import check_output
-
-        check_output(plot)
     params = AttentionParams(
         contexts=options.numbers(contexts, "--contexts", MAX_CONTEXT),
         dtypes=options.words(dtypes),
         threads=options.numbers(threads, "--threads", MAX_THREADS) if threads else (),
         repeat=repeat,
     )
-    with measuring(json_out, _show) as recorder:
+    with measuring(json_out, _show, plot) as recorder:
         run_attention(params, recorder=recorder)
-    store_plot(recorder, plot)
 
 
 def _show(result: BenchResult) -> None:
@@ -60,7 +55,7 @@ def _show(result: BenchResult) -> None:
 
 def print_attention(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row of the operator with its shares of both peaks."""
-    table = options.table("case", "kv dtype", "rows", "context", "threads", "us", "GB/s", "of read", "GFLOP/s", "of peak")
+    table = options.Table("case", "kv dtype", "rows", "context", "threads", "us", "GB/s", "of read", "GFLOP/s", "of peak")
     for row in rows:
         if "context" in row:
             table.add_row(
@@ -74,7 +69,7 @@ def print_attention(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_appends(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str, Any]]) -> None:
     """Prints what storing tokens costs, and how much faster one call is."""
     faster = {(found["kv_dtype"], found["through"]): found["speedup"] for found in ratios}
-    table = options.table("storing", "kv dtype", "through", "tokens", "calls", "us", "one call is faster")
+    table = options.Table("storing", "kv dtype", "through", "tokens", "calls", "us", "one call is faster")
     for row in rows:
         if "through" in row:
             speedup = faster.get((row["kv_dtype"], row["through"])) if row["calls"] == 1 else None

@@ -48,8 +48,8 @@ def print_doorbell(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints registrations in milliseconds and then ping-pongs in microseconds. What failed follows
     with the words of the driver.
     """
-    memory = options.table("memory", "registers", "MiB", "ms")
-    trips = options.table("who answers", "memory", "rounds", "p50", "p99", "least", "mark", "works")
+    memory = options.Table("memory", "registers", "MiB", "ms")
+    trips = options.Table("who answers", "memory", "rounds", "p50", "p99", "least", "mark", "works")
     for row in rows:
         works = "yes" if row["passed"] else "no"
         if "echo" not in row:
@@ -94,7 +94,7 @@ def _check_backend(backend: str) -> None:
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row in microseconds for each layer. A failure takes the place of its figures."""
     heads = ("layer", "compute", "added p50", "p99", "mark", "queueing", "opening", "bits")
-    table = options.table("experts in", "path", "tokens", *heads)
+    table = options.Table("experts in", "path", "tokens", *heads)
     for row in rows:
         if "added_p50_us" not in row:
             table.add_row(row["worker"], row.get("path", "-"), str(row.get("tokens", "-")), *"--------")

@@ -69,7 +69,7 @@ def differing_pairs(result: BenchResult) -> list[str]:
 def show(result: BenchResult) -> None:
     """Prints a line for each pair of cards and mode."""
     heads = ("prefill s", "tokens/s", "calls", "payload MiB", "decode tokens/s")
-    table = options.table("model on > experts on", "mode", *heads)
+    table = options.Table("model on > experts on", "mode", *heads)
     for row in result.rows:
         table.add_row(
             row["cards"],

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import experts, fault, files, scheduler
-from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.experts import experts
+from dflash_moe.cli.bench.fault import fault
+from dflash_moe.cli.bench.files import compare, plot
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
+from dflash_moe.cli.bench.scheduler import scheduler
 from dflash_moe.cli.bench.tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
 from dflash_moe.cli.command_line import Commands, Group
 from dflash_moe.errors import ConfigError
@@ -51,13 +53,8 @@ class Bench(Group):
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
     bench = Commands(cls=Bench, help="Measure this machine, compare results, draw them.", no_args_is_help=True)
-    bench.command(name="ipc")(ipc)
-    bench.command(name="prefill")(prefill)
-    bench.command(name="decode")(decode)
-    files.register(bench)
-    experts.register(bench)
-    scheduler.register(bench)
-    fault.register(bench)
+    for command in (ipc, prefill, decode, compare, plot, experts, scheduler, fault):
+        bench.command(name=command.__name__)(command)
     app.add_typer(bench, name="bench")
 
 
@@ -83,15 +80,13 @@ def ipc(
     """
     from dflash_moe.bench.ipc import PAYLOADS_FULL, IpcParams, run_ipc
 
-    _check_plot(plot)
     params = IpcParams(payloads=PAYLOADS_FULL, batches=15) if full else IpcParams()
     if payloads:
         params = dataclasses.replace(params, payloads=options.numbers(payloads, "--payloads", MAX_PAYLOAD_BYTES))
     if batches is not None:
         params = dataclasses.replace(params, batches=batches)
-    with measuring(json_out, lambda result: print_ipc(result.rows)) as recorder:
+    with measuring(json_out, lambda result: print_ipc(result.rows), plot) as recorder:
         run_ipc(params, recorder=recorder)
-    store_plot(recorder, plot)
 
 
 @options.with_settings()
@@ -127,7 +122,6 @@ def prefill(
     """
     from dflash_moe.bench.prefill import PrefillParams, run_prefill
 
-    _check_plot(plot)
     _refuse_lists(overrides, "prefill")
     params = PrefillParams(
         model=options.model_directory(model),
@@ -140,9 +134,8 @@ def prefill(
         with_local=with_local,
         with_timeline=with_timeline or bool(overrides.get("profile")),
     )
-    with measuring(json_out, _show_prefill) as recorder:
+    with measuring(json_out, _show_prefill, plot) as recorder:
         run_prefill(params, options.load_topology(topology), recorder=recorder, overrides=overrides)
-    store_plot(recorder, plot)
 
 
 def _show_prefill(result: BenchResult) -> None:
@@ -170,7 +163,6 @@ def decode(
     """
     from dflash_moe.bench.decode import DecodeParams, run_decode
 
-    _check_plot(plot)
     _refuse_lists(overrides, "decode")
     params = DecodeParams(
         model=options.model_directory(model),
@@ -181,17 +173,8 @@ def decode(
         repeat=repeat,
         with_local=with_local,
     )
-    with measuring(json_out, lambda result: print_decode(result.rows)) as recorder:
+    with measuring(json_out, lambda result: print_decode(result.rows), plot) as recorder:
         run_decode(params, options.load_topology(topology), recorder=recorder, overrides=overrides)
-    store_plot(recorder, plot)
-
-
-def _check_plot(plot: Path | None) -> None:
-    """Refuses a picture that cannot be drawn, before the work is done."""
-    if plot is not None:
-        from dflash_moe.bench.plots.plot import check_output
-
-        check_output(plot)
 
 
 def _refuse_lists(overrides: Mapping[str, Any], command: str) -> None:

@@ -13,18 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
 from dflash_moe.config import MAX_THREADS
 from dflash_moe.errors import ConfigError
 from dflash_moe.topology.spec import BACKENDS
 
 # No larger batch is measured.
 MAX_TOKENS = 4096
-
-
-def register(bench: typer.Typer) -> None:
-    """Adds the command to the group `bench`."""
-    bench.command(name="experts")(experts)
 
 
 def experts(
@@ -68,14 +63,15 @@ def experts(
 
     if backend not in BACKENDS:
         raise ConfigError(f"--backend {backend!r} is not allowed; allowed: {', '.join(BACKENDS)}")
+    named: dict[str, Any] = {
+        key: tuple(part.strip() for part in text.split(","))
+        for key, text in (("formats", formats), ("numerics", numerics))
+        if text
+    }
     if backend != "cpu":
-        _on_device(backend, formats, numerics, tokens, repeat, with_torch, json_out)
+        _on_device(backend, named, tokens, repeat, with_torch, json_out)
         return
-    params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch())
-    if formats:
-        params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
-    if numerics:
-        params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
+    params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch(), **named)
     if tokens:
         sizes = options.numbers(tokens, "--tokens", MAX_TOKENS)
         params = dataclasses.replace(params, tokens=sizes, zipf_tokens=(), cache_tokens=())
@@ -84,64 +80,61 @@ def experts(
     if full:
         larger = ExpertShape(hidden_size=2048, moe_intermediate_size=768)
         params = dataclasses.replace(params, shapes=(*params.shapes, larger), repeat=max(repeat, 11))
-    with measuring(json_out, lambda result: print_experts(result.rows)) as recorder:
+    with measuring(json_out, lambda result: print_experts(result.rows), plot) as recorder:
         run_experts(params, recorder=recorder)
-    store_plot(recorder, plot)
 
 
 def _on_device(
-    backend: str, formats: str, numerics: str, tokens: str, repeat: int, with_torch: bool, json_out: Path | None
+    backend: str, named: Mapping[str, Any], tokens: str, repeat: int, with_torch: bool, json_out: Path | None
 ) -> None:
     from dflash_moe.bench.device_experts import DeviceParams, run_device_experts
 
-    params = DeviceParams(backend, repeat=repeat, with_torch=with_torch)
+    params = DeviceParams(backend, repeat=repeat, with_torch=with_torch, **named)
     if backend == "sim":
         params = dataclasses.replace(params, tokens=(1, 8), zipf_tokens=(), num_layers=1)
-    if formats:
-        params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
     if tokens:
         params = dataclasses.replace(params, tokens=options.numbers(tokens, "--tokens", MAX_TOKENS), zipf_tokens=())
-    if numerics:
-        params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
     with measuring(json_out, lambda result: print_device_experts(result.rows)) as recorder:
         run_device_experts(params, recorder=recorder)
 
 
 def print_device_experts(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row, with its share of the ceilings where they were measured."""
-    columns = ("device", "kernel", "format", "tokens", "rows/expert", "routing", "ms", "ms on device")
-    table = options.table(*columns, "GFLOP/s", "of product", "GB/s", "of copy")
-    for row in rows:
-        shares = [f"{row[key]:.0%}" if key in row else "-" for key in ("of_peak_gflops", "of_peak_bytes")]
-        table.add_row(
-            row["device"], row["kernel"], row["format"], f"{row['tokens']:,}", f"{row['rows_per_expert']:.1f}", row["routing"],
-            f"{row['median_s'] * 1e3:.3f}", f"{row['device_median_s'] * 1e3:.3f}",
-            f"{row['gflops']:.1f}", shares[0], f"{row['bytes_per_s'] / 1e9:.2f}", shares[1],
-        )  # fmt: skip
-    options.show(table)
+    options.show_rows(
+        rows,
+        ("device", "{device}"),
+        ("kernel", "{kernel}"),
+        ("format", "{format}"),
+        ("tokens", "{tokens:,}"),
+        ("rows/expert", "{rows_per_expert:.1f}"),
+        ("routing", "{routing}"),
+        ("ms", lambda row: f"{row['median_s'] * 1e3:.3f}"),
+        ("ms on device", lambda row: f"{row['device_median_s'] * 1e3:.3f}"),
+        ("GFLOP/s", "{gflops:.1f}"),
+        ("of product", lambda row: f"{row['of_peak_gflops']:.0%}" if "of_peak_gflops" in row else "-"),
+        ("GB/s", lambda row: f"{row['bytes_per_s'] / 1e9:.2f}"),
+        ("of copy", lambda row: f"{row['of_peak_bytes']:.0%}" if "of_peak_bytes" in row else "-"),
+    )
 
 
 def print_experts(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row with its share of both peaks."""
-    columns = ("kernel", "format", "tokens", "rows/expert", "routing", "weights", "threads", "ms")
-    table = options.table(*columns, "G(FL)OP/s", "of peak", "GB/s", "of peak")
     order = ("threads", "hidden_size", "weights_from", "routing", "tokens", "format")
-    for row in sorted(rows, key=lambda row: tuple(row[key] for key in order)):
-        table.add_row(
-            row["kernel"] if row["backend"] == "cpu" else f"torch {row['kernel']}",
-            row["format"],
-            f"{row['tokens']:,}",
-            f"{row['rows_per_expert']:.1f}",
-            row["routing"],
-            row["weights_from"],
-            str(row["threads"]),
-            f"{row['median_s'] * 1e3:.3f}",
-            f"{row['gflops']:.1f}",
-            f"{row['of_peak_gflops']:.0%}",
-            f"{row['bytes_per_s'] / 1e9:.2f}",
-            f"{row['of_peak_bytes']:.0%}",
-        )
-    options.show(table)
+    options.show_rows(
+        sorted(rows, key=lambda row: tuple(row[key] for key in order)),
+        ("kernel", lambda row: row["kernel"] if row["backend"] == "cpu" else f"torch {row['kernel']}"),
+        ("format", "{format}"),
+        ("tokens", "{tokens:,}"),
+        ("rows/expert", "{rows_per_expert:.1f}"),
+        ("routing", "{routing}"),
+        ("weights", "{weights_from}"),
+        ("threads", "{threads}"),
+        ("ms", lambda row: f"{row['median_s'] * 1e3:.3f}"),
+        ("G(FL)OP/s", "{gflops:.1f}"),
+        ("of peak", "{of_peak_gflops:.0%}"),
+        ("GB/s", lambda row: f"{row['bytes_per_s'] / 1e9:.2f}"),
+        ("of peak", "{of_peak_bytes:.0%}"),
+    )
 
 
 def _has_torch() -> bool:

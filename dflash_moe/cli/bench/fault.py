@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from dflash_moe.bench.results import BenchResult
 
 
-def register(bench: typer.Typer) -> None:
-    """Adds the command to the group `bench`."""
-    bench.command(name="fault")(fault)
-
-
 @options.with_settings()
 def fault(
     model: Annotated[
@@ -61,15 +56,16 @@ def _show(result: BenchResult) -> None:
 
 def print_fault(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints what came of the kills, and the first error where there was one."""
-    columns = ("kills", "failed calls", "wrong bits", "stall ms p50 / p99", "back s p50 / max", "left over")
-    table = options.table("row", *columns)
-    for row in rows:
-        table.add_row(
-            row["name"], str(row["kills"]), str(row["failed_calls"]), str(row["wrong_bits"]),
-            f"{row['stall_p50_ms']:.1f} / {row['stall_p99_ms']:.1f}", f"{row['back_p50_s']:.1f} / {row['back_max_s']:.1f}",
-            f"{row['left_processes']} processes, {row['left_descriptors']} descriptors",
-        )  # fmt: skip
-    options.show(table)
+    options.show_rows(
+        rows,
+        ("row", "{name}"),
+        ("kills", "{kills}"),
+        ("failed calls", "{failed_calls}"),
+        ("wrong bits", "{wrong_bits}"),
+        ("stall ms p50 / p99", "{stall_p50_ms:.1f} / {stall_p99_ms:.1f}"),
+        ("back s p50 / max", "{back_p50_s:.1f} / {back_max_s:.1f}"),
+        ("left over", "{left_processes} processes, {left_descriptors} descriptors"),
+    )
     for row in rows:
         if row["first_error"]:
             options.say(f"first error: {row['first_error']}")

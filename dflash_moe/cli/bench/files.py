@@ -16,12 +16,6 @@ from dflash_moe.cli.bench.tables import print_comparison
 from dflash_moe.errors import ConfigError
 
 
-def register(bench: typer.Typer) -> None:
-    """Adds both commands."""
-    bench.command(name="compare")(compare)
-    bench.command(name="plot")(plot)
-
-
 def compare(
     files: Annotated[
         list[Path], typer.Argument(metavar="A.json [B.json]", help="Two results, or one with --rows.", show_default=False)
@@ -67,8 +61,7 @@ def compare(
         options.say(f"warning: {warning}")
     verdicts = [dataclasses.asdict(verdict) for verdict in comparison.verdicts]
     print_comparison(verdicts)
-    if json_out is not None:
-        options.write_json(json_out, {"verdicts": verdicts, "warnings": comparison.warnings})
+    options.write_json(json_out, {"verdicts": verdicts, "warnings": comparison.warnings})
     if fail_if_slower and comparison.has_slower:
         slower = sum(verdict["verdict"] == "slower" for verdict in verdicts)
         options.say(f"{slower} of {len(verdicts)} rows are slower (--fail-if-slower)")

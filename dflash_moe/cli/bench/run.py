@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,12 +30,17 @@ PlotOption = Annotated[
 
 
 @contextmanager
-def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Iterator[Recorder]:
+def measuring(json_out: Path | None, show: Callable[[BenchResult], None], plot: Path | None = None) -> Iterator[Recorder]:
     """Gives the block the recorder of one bench. `show` prints the tables, also those of what an
-    interrupted run has.
+    interrupted run has; a finished one is drawn into `plot`. A picture that cannot be drawn is
+    refused before the work is done.
     """
     from dflash_moe.bench.harness import Recorder
 
+    if plot is not None:
+        from dflash_moe.bench.plots.plot import check_output
+
+        check_output(plot)
     recorder: Recorder | None = None
     try:
         with reporting() as reporter:
@@ -47,15 +52,14 @@ def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Ite
             show(recorder.result)
             if json_out == STDOUT:
                 write_json(STDOUT, recorder.result.as_json())
+    if plot is not None and recorder.result is not None:
+        _draw(recorder.result.as_json(), plot)
 
 
-def store_plot(recorder: Recorder, plot: Path | None) -> None:
-    """Draws the finished result, and beside it its timelines where it has some."""
-    if plot is None or recorder.result is None:
-        return
+def _draw(found: dict[str, Any], plot: Path) -> None:
+    """Draws a result, and beside it its timelines where it has some."""
     from dflash_moe.bench.plots.plot import draw, draw_timeline, timeline_path
 
-    found = recorder.result.as_json()
     draw([("this run", found)], plot)
     if found.get("timelines"):
         draw_timeline(("this run", found), timeline_path(plot))

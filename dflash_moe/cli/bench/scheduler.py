@@ -11,16 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
 from dflash_moe.config import MAX_REQUESTS
 
 if TYPE_CHECKING:
     from dflash_moe.bench.results import BenchResult
-
-
-def register(bench: typer.Typer) -> None:
-    """Adds the command to the group `bench`."""
-    bench.command(name="scheduler")(scheduler)
 
 
 @options.with_settings()
@@ -46,10 +41,6 @@ def scheduler(
     """
     from dflash_moe.bench.scheduler import SchedulerParams, run_scheduler
 
-    if plot is not None:
-        from dflash_moe.bench.plots.plot import check_output
-
-        check_output(plot)
     params = SchedulerParams(
         model=options.model_directory(model),
         batch=options.numbers(batch, "--batch", MAX_REQUESTS),
@@ -59,9 +50,8 @@ def scheduler(
         repeat=repeat,
         with_loop=with_loop,
     )
-    with measuring(json_out, _show) as recorder:
+    with measuring(json_out, _show, plot) as recorder:
         run_scheduler(params, options.load_topology(topology), recorder=recorder, overrides=overrides)
-    store_plot(recorder, plot)
 
 
 def _show(result: BenchResult) -> None:
@@ -72,15 +62,17 @@ def _show(result: BenchResult) -> None:
 
 def print_scheduler(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints what requests got: medians, and means behind them."""
-    columns = ("prefill tokens/s", "decode tokens/s", "of total", "decode s", "TTFT ms", "TPOT ms", "latency s")
-    table = options.table("row", *columns)
-    for row in rows:
-        table.add_row(
-            row["name"], f"{row['prefill_tokens_per_s']:.0f}", f"{row['decode_tokens_per_s']:.1f}",
-            f"{row['total_tokens_per_s']:.1f}", _both(row["decode_s"], 1), _both(row["ttft_s"], 1e3),
-            _both(row["tpot_s"], 1e3), _both(row["latency_s"], 1),
-        )  # fmt: skip
-    options.show(table)
+    options.show_rows(
+        rows,
+        ("row", "{name}"),
+        ("prefill tokens/s", "{prefill_tokens_per_s:.0f}"),
+        ("decode tokens/s", "{decode_tokens_per_s:.1f}"),
+        ("of total", "{total_tokens_per_s:.1f}"),
+        ("decode s", lambda row: _both(row["decode_s"], 1)),
+        ("TTFT ms", lambda row: _both(row["ttft_s"], 1e3)),
+        ("TPOT ms", lambda row: _both(row["tpot_s"], 1e3)),
+        ("latency s", lambda row: _both(row["latency_s"], 1)),
+    )
 
 
 def _both(seconds: Mapping[str, float], factor: float) -> str:
@@ -90,26 +82,33 @@ def _both(seconds: Mapping[str, float], factor: float) -> str:
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints what a step takes on the average: the model, and the parts of the engine."""
-    names = ("plan", "sample", "commit", "deliver")
-    columns = ("steps", "sequences x steps", "preempted", "calls", "model ms", *(f"{name} us" for name in names))
-    table = options.table("row", *columns, "engine")
-    for row in rows:
-        per_step = row["per_step_s"]
-        table.add_row(
-            row["name"], f"{row['steps']:,}", " ".join(f"{size}x{count}" for size, count in row["batch_sizes"].items()),
-            str(row["preemptions"]), f"{row['calls']:,}", f"{1e3 * per_step['forward_s']:.2f}",
-            *(f"{1e6 * per_step[name + '_s']:.0f}" for name in names), f"{row['engine_share']:.2%}",
-        )  # fmt: skip
-    if table.row_count:
-        options.show(table)
+    if not rows:
+        return
+    options.show_rows(
+        rows,
+        ("row", "{name}"),
+        ("steps", "{steps:,}"),
+        ("sequences x steps", lambda row: " ".join(f"{size}x{count}" for size, count in row["batch_sizes"].items())),
+        ("preempted", "{preemptions}"),
+        ("calls", "{calls:,}"),
+        ("model ms", lambda row: f"{1e3 * row['per_step_s']['forward_s']:.2f}"),
+        ("plan us", lambda row: f"{1e6 * row['per_step_s']['plan_s']:.0f}"),
+        ("sample us", lambda row: f"{1e6 * row['per_step_s']['sample_s']:.0f}"),
+        ("commit us", lambda row: f"{1e6 * row['per_step_s']['commit_s']:.0f}"),
+        ("deliver us", lambda row: f"{1e6 * row['per_step_s']['deliver_s']:.0f}"),
+        ("engine", "{engine_share:.2%}"),
+    )
 
 
 def print_ratios(summary: Sequence[Mapping[str, Any]]) -> None:
     """Prints how each row compares with that of one request."""
     if not summary:
         return
-    table = options.table("row", "against", "its TPOT / other's", "its decode tokens/s / other's", "tokens")
-    for entry in summary:
-        agree = "equal" if entry["same_tokens"] else "DIFFERENT"
-        table.add_row(entry["name"], entry["against"], f"{entry['tpot_ratio']:.3f}", f"{entry['throughput_ratio']:.2f}", agree)
-    options.show(table)
+    options.show_rows(
+        summary,
+        ("row", "{name}"),
+        ("against", "{against}"),
+        ("its TPOT / other's", "{tpot_ratio:.3f}"),
+        ("its decode tokens/s / other's", "{throughput_ratio:.2f}"),
+        ("tokens", lambda entry: "equal" if entry["same_tokens"] else "DIFFERENT"),
+    )

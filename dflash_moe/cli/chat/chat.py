@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import help_page, options, sampling_options
-from dflash_moe.cli.demo_model import DEMO, TOY
 from dflash_moe.cli.live_text import live_text
 from dflash_moe.cli.loading import loading_shown
+from dflash_moe.cli.model_path import DEMO, TOY
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 # Long enough for an answer that thinks first; Ctrl-C ends one that does not come to an end.
 MAX_TOKENS = 2048
 _RECOMMENDED = "what the model recommends"
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="chat")(chat)
 
 
 @options.with_settings(reads_config=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Around a block of several lines. What is within it is always a message.
 QUOTES = '"""'
+QUIT = "/quit"
 # These are set by the names of the command line's options.
 SETTABLE = (*SAMPLING, "stop")
 _INTEGERS = ("max_tokens", "top_k", "seed")
@@ -38,13 +39,12 @@ _BRIEF = 60
 @dataclass(frozen=True, slots=True)
 class ChatCommand:
     """A command: what stands behind its name, in brackets where it may be left out; what it does,
-    for people; and the function that does it, which returns whether the chat goes on. `takes_path`
-    is for Tab.
+    for people; and the function that does it. `takes_path` is for Tab.
     """
 
     argument: str
     does: str
-    run: Callable[[ChatSession, str], bool]
+    run: Callable[[ChatSession, str], None]
     takes_path: bool = False
 
 
@@ -57,7 +57,8 @@ def obey(session: ChatSession, text: str) -> bool:
         text = text[len(QUOTES) : -len(QUOTES)].strip("\n")
     elif (command := _command(text)) is not None:
         name, argument = command
-        return COMMANDS[name].run(session, argument)
+        COMMANDS[name].run(session, argument)
+        return name != QUIT
     if text.strip():
         session.ask(text)
     return True
@@ -84,28 +85,25 @@ def _command(text: str) -> tuple[str, str] | None:
     return name, argument
 
 
-def _attach(session: ChatSession, argument: str) -> bool:
+def _attach(session: ChatSession, argument: str) -> None:
     path = named_path(argument)
     text = read_text(path)
     session.files.append(f"{path.name}:\n\n{text}")
     options.say(f"{path}: {len(text):,} characters, which come before your next question")
-    return True
 
 
-def _retry(session: ChatSession, _argument: str) -> bool:
+def _retry(session: ChatSession, _argument: str) -> None:
     session.retry()
-    return True
 
 
-def _undo(session: ChatSession, _argument: str) -> bool:
+def _undo(session: ChatSession, _argument: str) -> None:
     question = session.undo()
     if question is None:
         raise ConfigError("/undo: there is no question to forget")
     options.say(f"forgotten: {_brief(question)}")
-    return True
 
 
-def _system(session: ChatSession, argument: str) -> bool:
+def _system(session: ChatSession, argument: str) -> None:
     if not argument:
         current = session.history.system
         options.say("there is no system prompt" if current is None else f"system prompt: {current}")
@@ -115,29 +113,27 @@ def _system(session: ChatSession, argument: str) -> bool:
     else:
         session.history.set_system(argument)
         options.say("the system prompt holds from the next question on")
-    return True
 
 
-def _set(session: ChatSession, argument: str) -> bool:
+def _set(session: ChatSession, argument: str) -> None:
     found = _SETTING.fullmatch(argument)
     if found is None:
         for known in SETTABLE:
             options.say(f"{known.ljust(max(map(len, SETTABLE)))}  {shown(getattr(session.params, known))}")
-        return True
+        return
     name, value = found.groups()
     field = name.lstrip("-").replace("-", "_").lower()
     if field not in SETTABLE:
         raise ConfigError(f"/set {shown(name)}: no such option{did_you_mean(field, SETTABLE)}; there are {', '.join(SETTABLE)}")
     if not value:
         options.say(f"{field} is {shown(getattr(session.params, field))}")
-        return True
+        return
     try:
         changed: dict[str, Any] = {field: _value(field, value)}
         session.params = dataclasses.replace(session.params, **changed)
     except ConfigError as error:
         raise ConfigError(f"/set {error}") from None
     options.say(f"{field} is {shown(getattr(session.params, field))} from the next answer on")
-    return True
 
 
 def _value(field: str, text: str) -> object:
@@ -153,16 +149,15 @@ def _value(field: str, text: str) -> object:
         return text
 
 
-def _save(session: ChatSession, argument: str) -> bool:
+def _save(session: ChatSession, argument: str) -> None:
     path = named_path(argument)
     if not session.history.num_turns and session.history.system is None:
         raise ConfigError("/save: nothing was said yet")
     save_conversation(path, session.history.messages)
     options.say(f"saved: {session.turns()}, in {path}")
-    return True
 
 
-def _load(session: ChatSession, argument: str) -> bool:
+def _load(session: ChatSession, argument: str) -> None:
     path = named_path(argument)
     messages = load_conversation(path)
     try:
@@ -172,29 +167,25 @@ def _load(session: ChatSession, argument: str) -> bool:
     session.forget_unsaid()
     system = ", and the system prompt" if session.history.system is not None else ""
     options.say(f"loaded: {session.turns()}{system}")
-    return True
 
 
-def _plan(session: ChatSession, _argument: str) -> bool:
+def _plan(session: ChatSession, _argument: str) -> None:
     for line in session.plan or ("nothing was planned: the topology says where the model lies",):
         options.say(line)
-    return True
 
 
-def _stats(session: ChatSession, _argument: str) -> bool:
+def _stats(session: ChatSession, _argument: str) -> None:
     for line in session.stats():
         options.say(line)
-    return True
 
 
-def _reset(session: ChatSession, _argument: str) -> bool:
+def _reset(session: ChatSession, _argument: str) -> None:
     session.history.reset()
     session.forget_unsaid()
     options.say("the conversation is forgotten")
-    return True
 
 
-def _help(_session: ChatSession, _argument: str) -> bool:
+def _help(_session: ChatSession, _argument: str) -> None:
     rows = [(f"{name} {command.argument}".rstrip(), command.does) for name, command in COMMANDS.items()]
     rows += [
         ("Alt-Enter", "begins another line, and so does Enter behind a \\"),
@@ -204,11 +195,6 @@ def _help(_session: ChatSession, _argument: str) -> bool:
     width = max(len(left) for left, _ in rows)
     for left, right in rows:
         options.say(f"{left.ljust(width)}  {right}")
-    return True
-
-
-def _quit(_session: ChatSession, _argument: str) -> bool:
-    return False
 
 
 def _brief(text: str) -> str:
@@ -228,5 +214,5 @@ COMMANDS = {
     "/stats": ChatCommand("", "says how long the conversation is and how fast the latest answer was", _stats),
     "/reset": ChatCommand("", "forgets the conversation, all but the system prompt", _reset),
     "/help": ChatCommand("", "lists these commands", _help),
-    "/quit": ChatCommand("", "leaves; so does Ctrl-D", _quit),
+    QUIT: ChatCommand("", "leaves; so does Ctrl-D", lambda _session, _argument: None),
 }

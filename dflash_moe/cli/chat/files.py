@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from dflash_moe.cli import options
 from dflash_moe.errors import ConfigError, shown
-from dflash_moe.named_files import open_named
+from dflash_moe.named_files import open_named, read_named
 
 # A longest context of a million tokens has about 4 MB of text.
 MAX_TEXT_BYTES = 16 << 20
@@ -144,9 +144,8 @@ def _cut_back(file: IO[bytes]) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        with open_named(path) as file:
-            raw = file.read(MAX_TEXT_BYTES + 1)
-    except (OSError, ValueError) as error:
+        raw = read_named(path, MAX_TEXT_BYTES)
+    except OSError as error:
         raise _refused(path, "read", error) from None
     if len(raw) > MAX_TEXT_BYTES:
         raise ConfigError(f"{path}: the file is larger than {MAX_TEXT_BYTES >> 20} MiB, more than any model reads; name a part")

@@ -33,11 +33,6 @@ LEAST_MEMORY_BYTES = 1 << 30
 LEAST_OPEN_FILES = 256
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `doctor`."""
-    app.command(name="doctor")(doctor)
-
-
 def doctor(
     topology: Annotated[
         Path | None,
@@ -66,8 +61,7 @@ def doctor(
                 found["problems"].append(f"{what}: {test.error or f'{test.differing} elements differ'}")
     if json_out != options.STDOUT:
         print_findings(found, has_topology=topology is not None)
-    if json_out is not None:
-        options.write_json(json_out, found)
+    options.write_json(json_out, found)
     failed = [test for test in tests if not test.is_passed]
     if failed:
         raise DflashError(f"{len(failed)} of {len(tests)} self-tests failed: these kernels do not give the reference's bits")
@@ -236,14 +230,14 @@ def print_findings(found: dict[str, Any], *, has_topology: bool = False) -> None
     ]
     typer.echo("\n".join(lines) + "\n")
     for kind in ("backends", "transports"):
-        shown = options.table(kind[:-1], "available", "reason")
+        shown = options.Table(kind[:-1], "available", "reason")
         for name, finding in found[kind].items():
             shown.add_row(name, "yes" if finding["available"] else "no", finding.get("reason", ""))
         options.show(shown)
     if has_topology:
         show_detections(found["audit"])
     if "self_tests" in found:
-        shown = options.table("self-test", "numerics", "weights", "cases", "elements", "differing", "result")
+        shown = options.Table("self-test", "numerics", "weights", "cases", "elements", "differing", "result")
         for test in found["self_tests"]:
             counts = (f"{test[key]:,}" for key in ("cases", "elements", "differing"))
             shown.add_row(test["isa"], test["numerics"], test["weight_dtype"], *counts, "ok" if test["passed"] else "FAILED")

@@ -41,7 +41,7 @@ def show_detections(found: dict[str, Any]) -> None:
     """Prints the table of `detections` on stdout, unless it is empty."""
     if not found["detections"]:
         return
-    shown = options.table(
+    shown = options.Table(
         "rows a second", "audited", "wrong", *(f"calls until caught, {100 * one:.0f}%" for one in CERTAINTIES)
     )
     for one in found["detections"]:

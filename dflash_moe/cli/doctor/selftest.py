@@ -59,7 +59,7 @@ class SelfTest:
         return self.differing == 0 and not self.error
 
 
-def run_self_tests(seed: int = 1) -> list[SelfTest]:
+def run_self_tests() -> list[SelfTest]:
     """Tests every supported kernel set but the reference itself, in the order of the core, in all
     its classes. It takes seconds.
     """
@@ -72,21 +72,21 @@ def run_self_tests(seed: int = 1) -> list[SelfTest]:
             cases = list(itertools.product([weight_dtype], SPECS, DTYPES))
             for case in cases:
                 if (case, numerics) not in expected:
-                    expected[case, numerics] = _forward(REFERENCE, case, seed, numerics)
+                    expected[case, numerics] = _forward(REFERENCE, case, numerics)
             wanted = [expected[case, numerics] for case in cases]
-            found = [_forward(isa, case, seed, numerics) for case in cases]
+            found = [_forward(isa, case, numerics) for case in cases]
             differing = sum(int(np.count_nonzero(one != other)) for one, other in zip(wanted, found, strict=True))
             tests.append(SelfTest(isa, weight_dtype, len(cases), sum(one.size for one in wanted), differing, numerics))
     return tests
 
 
-def _forward(isa: str, case: Case, seed: int, numerics: str) -> np.ndarray[Any, Any]:
+def _forward(isa: str, case: Case, numerics: str) -> np.ndarray[Any, Any]:
     """Returns the bit patterns of the reply [NUM_ROWS, out_size] of a case, which is (weight
     format, spec, wire dtype). The data are the same for every `isa`.
     """
     weight_dtype, spec_name, wire_dtype = case
     spec = SPECS[spec_name]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(1)
     oracle = _core.FfnOracle(
         spec=SIZES | spec, num_experts=NUM_EXPERTS, weight_dtype=weight_dtype, isa=isa, num_threads=2, numerics=numerics
     )

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from dflash_moe.engine.text import Chunk, Completion
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="generate")(generate)
-
-
 @options.with_settings(reads_config=True)
 def generate(
     model: options.ModelOption,

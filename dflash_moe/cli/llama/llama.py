@@ -36,10 +36,6 @@ NO_PLUGIN = "none"
 log_auto = logging.getLogger("dflash_moe.auto")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="llama")(llama)
-
-
 @options.with_settings(has_letters=False)
 def llama(
     program: Annotated[

@@ -12,8 +12,8 @@ from typing import Any
 _GATE_AND_UP = (r"\.ffn_gate_exps\.", r"\.ffn_up_exps\.")
 
 
-def gate_above_up(experts: str = "mlp.experts") -> list[Any]:
-    """Returns the converter that puts gate above up."""
+def gate_above_up(_config: Any, experts: str = "mlp.experts") -> list[Any]:
+    """Returns the converter that puts gate above up, as most architectures have them."""
     from transformers.core_model_loading import Concatenate, WeightConverter
 
     patterns = [f"{pattern}weight" for pattern in _GATE_AND_UP]
@@ -68,7 +68,7 @@ def _keys_above_values(inputs: list[Any]) -> Any:
     return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
-def in_turns() -> list[Any]:
+def in_turns(_config: Any) -> list[Any]:
     """Returns the converters of gpt-oss, in which gate and up take turns along the outputs, and
     weights have the inputs first.
     """

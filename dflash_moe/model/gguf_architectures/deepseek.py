@@ -46,11 +46,7 @@ def _latent_fields(file: GgufFile) -> dict[str, Any]:
 
 
 def _latent_converters(config: Any) -> list[Any]:
-    return [*gate_above_up(), *joined_latents()]
-
-
-def _gate_above_up(config: Any) -> list[Any]:
-    return gate_above_up()
+    return [*gate_above_up(config), *joined_latents()]
 
 
 def _sigmoid_fields(file: GgufFile) -> dict[str, Any]:
@@ -118,7 +114,6 @@ ARCHITECTURES = {
         keys={**_SHARED, "n_routed_experts": "expert_count"},
         defaults={**_GROUPS, **_DENSE_FIRST, **_WEIGHTS},
         fields=_glm_fields,
-        converters=_gate_above_up,
     ),
     "dots1": GgufArchitecture(
         "dots1",
@@ -127,7 +122,6 @@ ARCHITECTURES = {
         keys={**_SHARED, "n_routed_experts": "expert_count"},
         defaults={**_GROUPS, **_DENSE_FIRST, **_WEIGHTS},
         fields=_sigmoid_fields,
-        converters=_gate_above_up,
     ),
     "exaone-moe": GgufArchitecture(
         "exaone_moe",
@@ -140,7 +134,6 @@ ARCHITECTURES = {
         },
         defaults={**_GROUPS, **_DENSE_FIRST, **_WEIGHTS},
         fields=_exaone_fields,
-        converters=_gate_above_up,
     ),
     "afmoe": GgufArchitecture(
         "afmoe",
@@ -164,6 +157,5 @@ ARCHITECTURES = {
         },
         defaults={"num_dense_layers": ("leading_dense_block_count", 0), "route_scale": ("expert_weights_scale", 1.0)},
         fields=_afmoe_fields,
-        converters=_gate_above_up,
     ),
 }

@@ -92,11 +92,6 @@ class _LeftOut(Exception):  # noqa: N818 - not an error but an answer
     """The reason for which a layer stays with the program."""
 
 
-def gguf_model_spec(path: str | Path) -> ModelSpec:
-    """Returns the spec alone; see `gguf_experts`."""
-    return gguf_experts(path).spec
-
-
 def gguf_experts(path: str | Path) -> GgufExperts:
     """Derives the layers of the GGUF file at `path` (any part of a split one, or a stub).
 

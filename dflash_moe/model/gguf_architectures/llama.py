@@ -23,7 +23,7 @@ def _mixtral_fields(file: GgufFile) -> dict[str, Any]:
 
 
 def _mixtral_converters(config: Any) -> list[Any]:
-    return [*rotated_by_halves(config), *gate_above_up()]
+    return [*rotated_by_halves(config), *gate_above_up(config)]
 
 
 def _granite_fields(file: GgufFile) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _granite_fields(file: GgufFile) -> dict[str, Any]:
 
 def _granite_converters(config: Any) -> list[Any]:
     shared = stacked("ffn_gate_shexp", "ffn_up_shexp", "shared_mlp.input_linear")
-    return [*rotated_by_halves(config), *gate_above_up(_GRANITE_EXPERTS), shared]
+    return [*rotated_by_halves(config), *gate_above_up(config, _GRANITE_EXPERTS), shared]
 
 
 ARCHITECTURES = {

@@ -7,35 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_moe.model.gguf_architectures.conversions import gate_above_up, in_turns
+from dflash_moe.model.gguf_architectures.conversions import in_turns
 from dflash_moe.model.gguf_architectures.names import decoder_names
-from dflash_moe.model.gguf_architectures.record import GgufArchitecture, GgufFile
-
-
-def _gate_above_up(config: Any) -> list[Any]:
-    return gate_above_up()
-
-
-def _in_turns(config: Any) -> list[Any]:
-    return in_turns()
-
-
-def _routed_width(file: GgufFile) -> dict[str, Any]:
-    return {"moe_intermediate_size": file.expert_width()}
+from dflash_moe.model.gguf_architectures.record import GgufArchitecture, GgufFile, one_width, routed_width
 
 
 def _both_widths(file: GgufFile) -> dict[str, Any]:
-    return _routed_width(file) | {"shared_expert_intermediate_size": file.expert_width("shexp")}
-
-
-def _one_width(file: GgufFile) -> dict[str, Any]:
-    return {"intermediate_size": file.expert_width()}
+    return routed_width(file) | {"shared_expert_intermediate_size": file.expert_width("shexp")}
 
 
 def _minimax_fields(file: GgufFile) -> dict[str, Any]:
     file.check_gating("sigmoid", default="sigmoid")
     rotary_dim = file.get("rope.dimension_count")
-    found = _one_width(file)
+    found = one_width(file)
     return found if rotary_dim in (None, file.get("attention.key_length")) else found | {"rotary_dim": rotary_dim}
 
 
@@ -44,8 +28,6 @@ _QWEN3 = GgufArchitecture(
     decoder_names(),
     settings={"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True},
     keys={"num_experts": "expert_count"},
-    fields=_routed_width,
-    converters=_gate_above_up,
 )
 
 ARCHITECTURES = {
@@ -55,7 +37,6 @@ ARCHITECTURES = {
         settings={"architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": False},
         keys={"num_experts": "expert_count"},
         fields=_both_widths,
-        converters=_gate_above_up,
     ),
     "qwen3moe": _QWEN3,
     # Without images this is Qwen3-MoE: no deep features are added, and the three positions of a
@@ -67,7 +48,6 @@ ARCHITECTURES = {
         settings={"architectures": ["MiniMaxM2ForCausalLM"]},
         keys={"num_local_experts": "expert_count"},
         fields=_minimax_fields,
-        converters=_gate_above_up,
     ),
     "gpt-oss": GgufArchitecture(
         "gpt_oss",
@@ -82,7 +62,7 @@ ARCHITECTURES = {
         ),
         settings={"architectures": ["GptOssForCausalLM"]},
         keys={"num_local_experts": "expert_count", "sliding_window": "attention.sliding_window"},
-        fields=_one_width,
-        converters=_in_turns,
+        fields=one_width,
+        converters=in_turns,
     ),
 }

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.errors import CheckpointError, UnsupportedError, shown
 from dflash_moe.model.config_limits import check_counts
 from dflash_moe.model.gguf_architectures import deepseek, llama, qwen, softmax_routed
-from dflash_moe.model.gguf_architectures.nvfp4_scales import check_nvfp4_scales
 from dflash_moe.model.gguf_architectures.record import EMBEDDING, OUTPUT, GgufArchitecture, GgufFile
 from dflash_moe.model.gguf_architectures.refused import REFUSED
 from dflash_moe.model.gguf_architectures.rope import rope_scaling
@@ -65,7 +64,7 @@ def gguf_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     name = metadata["general.architecture"]
     check_counts(metadata, f"{checkpoint.path}: metadata")
     refuse_dense(checkpoint)
-    check_nvfp4_scales(checkpoint)
+    refuse_scaled_nvfp4(checkpoint)
     with refusing(f"{checkpoint.path}: its metadata is not that of a {name} model", CheckpointError):
         try:
             return _settings(checkpoint, name, metadata)
@@ -85,6 +84,20 @@ def refuse_dense(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: this {shown(name)} model is dense: it has no experts that workers could compute; llama.cpp "
             f"alone runs it, as in `llama-cli -m {checkpoint.path.name}`"
         )
+
+
+def refuse_scaled_nvfp4(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedError naming the first tensor in NVFP4 that has one of scales beside it.
+    llama.cpp multiplies what such a tensor gives by these; no reader here does, so that the model
+    would compute with wrong numbers.
+    """
+    for name, info in checkpoint.stored.items():
+        scale = f"{name.removesuffix('.weight')}.scale"
+        if info.dtype == "NVFP4" and scale in checkpoint.stored:
+            raise UnsupportedError(
+                f"{checkpoint.files[info.file]}: tensor {name!r} has format NVFP4 with a further scale in {scale!r}, which is "
+                "not applied here; use a file in another format"
+            )
 
 
 def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:

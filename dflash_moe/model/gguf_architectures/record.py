@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.model.gguf_architectures.conversions import gate_above_up
 
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
@@ -85,12 +86,14 @@ class GgufFile:
         return UnsupportedError(f"{self.checkpoint.path}: metadata {self.architecture}.{key}: found {found!r}; {reason}")
 
 
-def _no_fields(file: GgufFile) -> dict[str, Any]:
-    return {}
+def routed_width(file: GgufFile) -> dict[str, Any]:
+    """Returns the field of most configurations that have one width of routed experts."""
+    return {"moe_intermediate_size": file.expert_width()}
 
 
-def _no_converters(config: Any) -> list[Any]:
-    return []
+def one_width(file: GgufFile) -> dict[str, Any]:
+    """Returns the field of configurations whose experts have the width of an MLP."""
+    return {"intermediate_size": file.expert_width()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,8 @@ class GgufArchitecture:
     settings: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    fields: Callable[[GgufFile], dict[str, Any]] = _no_fields
-    converters: Callable[[Any], list[Any]] = _no_converters
+    fields: Callable[[GgufFile], dict[str, Any]] = routed_width
+    converters: Callable[[Any], list[Any]] = gate_above_up
     remade: frozenset[str] = frozenset()
 
 

@@ -9,21 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_moe.errors import CheckpointError
-from dflash_moe.model.gguf_architectures.conversions import gate_above_up
 from dflash_moe.model.gguf_architectures.names import decoder_names
-from dflash_moe.model.gguf_architectures.record import OUTPUT, GgufArchitecture, GgufFile
-
-
-def _gate_above_up(config: Any) -> list[Any]:
-    return gate_above_up()
-
-
-def _one_width(file: GgufFile) -> dict[str, Any]:
-    return {"intermediate_size": file.expert_width()}
+from dflash_moe.model.gguf_architectures.record import OUTPUT, GgufArchitecture, GgufFile, one_width
 
 
 def _phimoe_fields(file: GgufFile) -> dict[str, Any]:
-    return _one_width(file) | {
+    return one_width(file) | {
         "attention_bias": file.has(".attn_q.bias"),
         "lm_head_bias": file.has(OUTPUT.replace("weight", "bias")),
         # Zero stands for none.
@@ -60,8 +51,7 @@ ARCHITECTURES = {
         settings={"architectures": ["OlmoeForCausalLM"], "norm_topk_prob": False},
         keys={"num_experts": "expert_count"},
         defaults={"clip_qkv": ("attention.clamp_kqv", None)},
-        fields=_one_width,
-        converters=_gate_above_up,
+        fields=one_width,
     ),
     "phimoe": GgufArchitecture(
         "phimoe",
@@ -69,7 +59,6 @@ ARCHITECTURES = {
         settings={"architectures": ["PhimoeForCausalLM"]},
         keys={"num_local_experts": "expert_count"},
         fields=_phimoe_fields,
-        converters=_gate_above_up,
     ),
     "ernie4_5-moe": GgufArchitecture(
         "ernie4_5_moe",
@@ -81,7 +70,6 @@ ARCHITECTURES = {
             "moe_num_shared_experts": ("expert_shared_count", 0),
         },
         fields=_ernie_fields,
-        converters=_gate_above_up,
     ),
     "hunyuan-moe": GgufArchitecture(
         "hunyuan_v1_moe",
@@ -96,6 +84,5 @@ ARCHITECTURES = {
         settings={"architectures": ["HunYuanMoEV1ForCausalLM"]},
         keys={"num_experts": "expert_count", "moe_topk": "expert_used_count"},
         fields=_hunyuan_fields,
-        converters=_gate_above_up,
     ),
 }

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from dflash_moe import _core
-from dflash_moe.operators.attention_probe import AttentionLayer, set_implementation
+from dflash_moe.operators.attention_interface import set_implementation
+from dflash_moe.operators.attention_probe import AttentionLayer
 from dflash_moe.operators.bounds import excess
 from dflash_moe.operators.layer_buffers import BufferPool
 from dflash_moe.operators.layers.block_candidates import candidates

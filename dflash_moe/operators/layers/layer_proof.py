@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_moe.errors import DflashError
-from dflash_moe.operators.attention_probe import AttentionCall, set_implementation
+from dflash_moe.operators.attention_interface import AttentionTerms, on_interface, set_implementation
+from dflash_moe.operators.attention_probe import AttentionCall
 from dflash_moe.operators.layers.blocks import HostLayer
 from dflash_moe.operators.layers.exact_layer import ExactLayer
 from dflash_moe.operators.layers.probe_experts import ProbeExperts, Routing, are_alike
 from dflash_moe.operators.looks import LookingCache, watched
 from dflash_moe.operators.norms import ExactNorm, HostNorm
-from dflash_moe.operators.paged_attention import check_arguments
 from dflash_moe.operators.probes import FACTOR, probe_rows
 
 _IMPLEMENTATION = "dflash_moe_scores"
@@ -231,15 +230,12 @@ def _means(value: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _note(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
-    scaling: Any = None, sliding_window: Any = None, softcap: Any = None, s_aux: Any = None, **others: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: AttentionTerms
+) -> torch.Tensor:
     """Stands in for attention: notes what it is asked for and gives means of values."""
-    check_arguments(module, attention_mask, others)
-    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    form = (int(sliding_window or 0), float(softcap or 0.0), s_aux)
-    module.__dict__[_ASKED].append(_Asked.of(query[0], key[0], scale, form))
-    return _means(value[0], query.shape[1]).transpose(0, 1)[None], None
+    form = (terms.window, terms.softcap, terms.sinks)
+    module.__dict__[_ASKED].append(_Asked.of(query[0], key[0], terms.scale, form))
+    return _means(value[0], query.shape[1]).transpose(0, 1)[None]
 
 
-ALL_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _note)
+on_interface(_IMPLEMENTATION, _note)

@@ -46,7 +46,7 @@ def measured(recorder=None, **changes):
     overrides = {"kv_memory": fields.pop("kv_memory", "16MiB")}
     overrides |= {key: fields.pop(key) for key in ("max_batch_tokens", "max_requests") if key in fields}
     params = SchedulerParams(checkpoint("qwen3_moe", "bf16"), **fields)
-    return run_scheduler(params, topology("loopback"), recorder=recorder, overrides=overrides)
+    return run_scheduler(params, topology("loopback"), recorder=recorder or Recorder(), overrides=overrides)
 
 
 @pytest.fixture(scope="module")

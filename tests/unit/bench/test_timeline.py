@@ -5,7 +5,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from dflash_moe.bench.timeline import MAX_SLICES, clock_offset, layer_timeline, stage_times
+from bench.lab.overlap import stage_times
+from dflash_moe.bench.timeline import MAX_SLICES, clock_offset, layer_timeline
 
 OFFSET = 5_000_000_000  # the worker's clock is five seconds ahead
 

@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from dflash_moe import __version__, _core
-from dflash_moe.cli import demo, demo_model, main, options, root
+from dflash_moe.cli import demo, main, options, root
 from dflash_moe.cli.command_line import Commands
 from dflash_moe.cli.doctor import probes
 from dflash_moe.cli.model_path import model_path
@@ -343,7 +343,7 @@ def test_a_host_command_without_its_packages_says_what_to_install(capsys, probe_
 
 
 def test_demo_without_its_data_package_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(demo_model, "ASSETS", "no_such_package_of_assets")
+    monkeypatch.setattr("dflash_moe.cli.model_path.ASSETS", "no_such_package_of_assets")
     code, out, err = run(capsys, "demo")
     assert (code, out) == (2, "")
     assert "dflash-moe-demo" in err[-1]
@@ -417,11 +417,11 @@ def test_a_typing_error_is_answered_with_what_was_meant(tmp_path, monkeypatch):
 def test_demo_names_the_shipped_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
-    monkeypatch.setattr(demo_model, "find_assets", lambda: tmp_path / "assets")
+    monkeypatch.setattr("dflash_moe.cli.model_path.find_assets", lambda: tmp_path / "assets")
     assert model_path("demo") == tmp_path / "assets" / "model"
     assert model_path("./demo") == Path("demo")
     monkeypatch.undo()
-    monkeypatch.setattr(demo_model, "ASSETS", "no_such_package_of_assets")
+    monkeypatch.setattr("dflash_moe.cli.model_path.ASSETS", "no_such_package_of_assets")
     with pytest.raises(ConfigError, match=r"pip install \./bench/demo_model"):
         model_path("demo")
 
@@ -431,7 +431,7 @@ def test_a_model_path_is_taken(tmp_path):
 
 
 def test_tables_align_numbers_right_and_words_left():
-    table = options.table("name", "count", "why")
+    table = options.Table("name", "count", "why")
     table.add_row("a", "1,000", "long words")
     table.add_row("long", "2.5", "b")
     assert table.row_count == 2
@@ -567,8 +567,8 @@ def test_self_tests_compare_every_kernel_set_and_see_a_difference(monkeypatch):
     }
     forward = selftest._forward
 
-    def one_bit_off(isa: str, case: tuple[str, str, str], seed: int, numerics: str):
-        bits = forward(isa, case, seed, numerics).copy()
+    def one_bit_off(isa: str, case: tuple[str, str, str], numerics: str):
+        bits = forward(isa, case, numerics).copy()
         if isa != "reference":
             bits[3, 4] ^= 1
         return bits

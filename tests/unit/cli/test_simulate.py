@@ -14,7 +14,7 @@ import pytest
 from bench.campaigns.planted_bugs import BUGS, ROOT, find, plant
 from dflash_moe import _simulation
 from dflash_moe.cli import main, simulate
-from dflash_moe.cli.simulated_members import SimulatedMembers
+from dflash_moe.cli.simulate import SimulatedMembers
 
 BUILD = ROOT / "build" / "core"
 # It is found by one of the first seeds.

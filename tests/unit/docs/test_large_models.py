@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from dflash_moe.config import Settings
-from dflash_moe.forward.fitted import fit_model
-from dflash_moe.forward.machine_cards import look_at_card
+from dflash_moe.forward.fitted import fit_model, look_at_card
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.sizing import model_sizes
 from dflash_moe.placement.fit import Card, FitModel, FitWishes, Machine, fit

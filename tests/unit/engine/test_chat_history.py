@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_moe.engine.chat_history import ChatHistory, ContextWindow
-from dflash_moe.engine.length_limit import LengthLimit
+from dflash_moe.engine.prompt_check import LengthLimit
 from dflash_moe.errors import ConfigError
 
 END = "<|end|>"

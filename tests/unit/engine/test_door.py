@@ -22,7 +22,7 @@ from dflash_moe.engine import delivery
 from dflash_moe.engine.delivery import Cancel, EngineDoor, StreamGroup, Submit, TokenStream
 from dflash_moe.engine.prompt_runs import PromptRun, PromptRuns
 from dflash_moe.engine.request import CANCELLED, LENGTH, TokenDelta
-from dflash_moe.engine.request_text import RequestText
+from dflash_moe.engine.text import RequestText
 from dflash_moe.errors import ConfigError, EngineError, QueueFull
 
 # What must come is awaited so long. Only a failing test waits for all of it.

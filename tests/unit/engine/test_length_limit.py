@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.length_limit import length_limit
-from dflash_moe.engine.prompt_check import checked_prompt
+from dflash_moe.engine.prompt_check import checked_prompt, length_limit
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError
 from tests.token_forward import BLOCK_TOKENS, TokenForward

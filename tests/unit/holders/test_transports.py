@@ -67,7 +67,7 @@ def test_messages_carry_what_a_handshake_may_hand_over() -> None:
     for message in (Attach, Attached):
         kinds = {field.name: field.kind for field in schema_of(message).fields}
         handover = kinds["offer" if message is Attach else "answer"]
-        assert handover.max_bytes == limits["kMaxHandoverBytes"]
+        assert handover.num_bytes == limits["kMaxHandoverBytes"]
 
 
 def test_every_kind_works_here_or_says_why_not() -> None:

@@ -132,7 +132,7 @@ def test_commands_show_notices_on_what_is_stderr_when_they_come(capsys: pytest.C
     shown_log = logging.getLogger("dflash_moe.notices")
     former = shown_log.handlers, shown_log.level, shown_log.propagate
     try:
-        options.show_notices()
+        options.show_log("notices")
         with capsys.disabled():
             pass  # another stream is stderr afterwards
         Told().starts()

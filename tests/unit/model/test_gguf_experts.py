@@ -14,7 +14,7 @@ import pytest
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.ffn import ACTIVATIONS, FfnSpec
 from dflash_moe.model.gguf_architectures.expert_formulas import FORMULAS, REFUSED
-from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts, gguf_model_spec
+from dflash_moe.model.gguf_architectures.gguf_experts import gguf_experts
 from tests.expert_cases import make_checkpoint
 from tests.gguf_cases import write_experts
 
@@ -41,7 +41,7 @@ def test_a_layer_has_the_sizes_names_and_numbers_of_the_file(tmp_path):
 
 
 def test_fused_gate_and_up_are_halves_of_one_tensor(tmp_path):
-    layer = gguf_model_spec(write_experts(tmp_path / "m.gguf", "qwen35moe", is_fused=True)).layers[0]
+    layer = gguf_experts(write_experts(tmp_path / "m.gguf", "qwen35moe", is_fused=True)).spec.layers[0]
     assert layer.ffn.gate_tensor is not None
     assert (layer.ffn.gate_tensor.name, layer.ffn.gate_tensor.part) == ("blk.0.ffn_gate_up_exps.weight", "first_half")
     assert (layer.ffn.up_tensor.name, layer.ffn.up_tensor.part) == ("blk.0.ffn_gate_up_exps.weight", "second_half")
@@ -49,7 +49,7 @@ def test_fused_gate_and_up_are_halves_of_one_tensor(tmp_path):
 
 
 def test_gpt_oss_has_its_constants_and_biases(tmp_path):
-    ffn = gguf_model_spec(write_experts(tmp_path / "m.gguf", "gpt-oss", has_biases=True)).layers[0].ffn
+    ffn = gguf_experts(write_experts(tmp_path / "m.gguf", "gpt-oss", has_biases=True)).spec.layers[0].ffn
     assert (ffn.activation, ffn.gate, ffn.alpha, ffn.up_offset, ffn.gate_max, ffn.up_limit) == (
         "silu", "clamped_swiglu", 1.702, 1.0, 7.0, 7.0,
     )  # fmt: skip
@@ -60,7 +60,7 @@ def test_gpt_oss_has_its_constants_and_biases(tmp_path):
 @pytest.mark.parametrize("architecture", sorted(FORMULAS))
 def test_every_architecture_makes_a_formula_that_kernels_know(tmp_path, architecture):
     has_gate = FORMULAS[architecture].activation != "relu_squared"
-    ffn = gguf_model_spec(write_experts(tmp_path / "m.gguf", architecture, layers=(0,), has_gate=has_gate)).layers[0].ffn
+    ffn = gguf_experts(write_experts(tmp_path / "m.gguf", architecture, layers=(0,), has_gate=has_gate)).spec.layers[0].ffn
     assert FfnSpec.from_wire(ffn.to_wire()) == ffn
     assert ffn.activation in ACTIVATIONS
 
@@ -79,10 +79,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
 
 def test_limits_are_per_layer_and_one_after_the_activation_leaves_its_layer_out(tmp_path):
     limits = {"swiglu_clamp_exp": [0.0, 2.5]}
-    layers = gguf_model_spec(write_experts(tmp_path / "a.gguf", "hy_v4", metadata=limits)).layers
+    layers = gguf_experts(write_experts(tmp_path / "a.gguf", "hy_v4", metadata=limits)).spec.layers
     assert [(layer.ffn.gate_max, layer.ffn.up_limit) for layer in layers] == [(math.inf, math.inf), (2.5, 2.5)]
     # This architecture's code does not read the key.
-    layers = gguf_model_spec(write_experts(tmp_path / "b.gguf", "qwen3moe", metadata=limits)).layers
+    layers = gguf_experts(write_experts(tmp_path / "b.gguf", "qwen3moe", metadata=limits)).spec.layers
     assert [layer.ffn.gate_max for layer in layers] == [math.inf, math.inf]
     found = gguf_experts(write_experts(tmp_path / "c.gguf", "step35", metadata=limits))
     assert [layer.index for layer in found.spec.layers] == [0]

@@ -240,14 +240,14 @@ def test_nvfp4_with_a_further_scale_is_refused_by_name(tmp_path):
     from types import SimpleNamespace
 
     from dflash_moe.model.formats.stored_tensor import TensorInfo
-    from dflash_moe.model.gguf_architectures.nvfp4_scales import check_nvfp4_scales
+    from dflash_moe.model.gguf_architectures.reading import refuse_scaled_nvfp4
 
     weight, scale = TensorInfo(0, 0, "NVFP4", (4, 64), 144), TensorInfo(0, 160, "F32", (1,), 4)
     stored = {"blk.0.attn_k.weight": weight, "blk.0.attn_q.scale": scale}
     checkpoint = SimpleNamespace(files=(tmp_path / "m.gguf",), stored=stored)
-    check_nvfp4_scales(checkpoint)
+    refuse_scaled_nvfp4(checkpoint)
     stored["blk.0.attn_k.scale"] = scale
     with pytest.raises(
         UnsupportedError, match=r"m\.gguf: tensor 'blk\.0\.attn_k\.weight' has format NVFP4 with a further scale"
     ):
-        check_nvfp4_scales(checkpoint)
+        refuse_scaled_nvfp4(checkpoint)

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from dflash_moe.cli.chat.commands import COMMANDS, obey
 from dflash_moe.cli.chat.session import ChatSession
 from dflash_moe.engine.chat_history import ChatHistory
-from dflash_moe.engine.length_limit import LengthLimit
+from dflash_moe.engine.prompt_check import LengthLimit
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.engine.text import Chunk
 from dflash_moe.errors import ConfigError, WorkerLost
