@@ -1,5 +1,5 @@
-"""Makes a tiny checkpoint without any model code, calls for it, and what `experts()` must return
-for them, bit for bit.
+"""Makes a tiny checkpoint without any model code, a runtime on this machine that computes it, calls
+for it, and what `experts()` must return for them, bit for bit.
 
 The expected bits come from `_core.FfnOracle` for each shard, added in ascending order of shard ids.
 That is the whole definition of `experts()` in ten lines.
@@ -9,25 +9,27 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from dflash_moe import _core
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
 from dflash_moe.model.spec import LayerSpec, ModelSpec
 from dflash_moe.placement import Placement
+from dflash_moe.topology import Emulate, Topology
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, WIDTH, INNER = 2, 8, 3, 96, 64
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The inputs of one call: hidden_states is [num_tokens, WIDTH], and topk_ids and topk_weights
-    are [num_tokens, TOP_K].
+class Batch(NamedTuple):
+    """The inputs of one call, `experts(layer, *batch)`: hidden_states is [num_tokens, WIDTH], and
+    topk_ids and topk_weights are [num_tokens, TOP_K].
     """
 
     hidden_states: np.ndarray
@@ -87,6 +89,25 @@ def make_batch(num_tokens: int, *, seed: int = 0) -> Batch:
     return Batch(hidden, ids, weights)
 
 
+def local_topology(
+    workers: int = 2, *, replicas: int = 1, address: str | None = None, emulate: Emulate | None = None
+) -> Topology:
+    """Workers w0, w1 and so on of this machine, which hold every shard `replicas` times."""
+    made = Topology.local(num_workers=workers, address=address)
+    emulated = tuple(replace(worker, emulate=emulate) for worker in made.workers)
+    return replace(made, workers=emulated, placement=replace(made.placement, replicas=replicas))
+
+
+def call(runtime: ExpertRuntime, num_tokens: int = 20, layer: int = 0) -> np.ndarray:
+    """Makes the call that `make_batch(num_tokens)` is."""
+    return np.asarray(runtime.experts(layer, *make_batch(num_tokens)))
+
+
+def expected_of(runtime: ExpertRuntime, num_tokens: int = 20, layer: int = 0) -> np.ndarray:
+    """Returns the bits that `call` must return."""
+    return Expected(runtime.placement, runtime.spec).experts(layer, make_batch(num_tokens))
+
+
 class Expected:
     """The oracle of one checkpoint. It has all experts of every layer and is asked shard by shard.
     Weights are kept in `weight_dtype`, and `isa` computes with them in class `numerics`.
@@ -94,7 +115,6 @@ class Expected:
 
     def __init__(
         self,
-        directory: Path,
         placement: Placement,
         spec: ModelSpec,
         *,
@@ -102,7 +122,7 @@ class Expected:
         isa: str = "scalar",
         numerics: str = "f32-canonical",
     ) -> None:
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = Checkpoint.open(spec.path)
         self._placement = placement
         self._width = spec.layers[0].ffn.out_size
         self._oracles = []

@@ -39,7 +39,7 @@ def test_a_card_beside_the_processor_gives_the_reference_bits(spec, card):
         "  - {name: helper, backend: cpu, threads: 1, experts: {'*': '5-7'}}\n"
     )
     with ExpertRuntime.start(topology, model=spec, dtype="f32") as runtime:
-        twin = Expected(spec.path, runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
+        twin = Expected(runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
         for layer, tokens in ((0, 1), (1, 40), (0, 500)):
             batch = Batch(*routed_batch(tokens, HIDDEN, NUM_EXPERTS, TOP_K, seed=tokens))
             found = runtime.experts(layer, batch.hidden_states, batch.topk_ids, batch.topk_weights)

@@ -47,7 +47,7 @@ def test_workers_give_the_bits_of_the_classs_reference_twin(spec, numerics):
     asked, kept = CLASSES[numerics]
     # batched: `auto` may cut the 130 tokens, and the calls are counted
     with ExpertRuntime.start(two_workers(asked, asked), model=spec, dtype="f32", mode="batched") as runtime:
-        twin = Expected(spec.path, runtime.placement, spec, weight_dtype=kept, isa="reference", numerics=numerics)
+        twin = Expected(runtime.placement, spec, weight_dtype=kept, isa="reference", numerics=numerics)
         for layer, tokens in ((0, 1), (1, 7), (0, 130)):
             batch = Batch(*routed_batch(tokens, HIDDEN, NUM_EXPERTS, TOP_K, seed=tokens))
             found = runtime.experts(layer, batch.hidden_states, batch.topk_ids, batch.topk_weights)
@@ -126,7 +126,7 @@ def test_close_lets_two_classes_meet_and_reports_the_layers(spec, caplog):
     expected = np.zeros_like(found)
     for at, name in enumerate(("f32-canonical", BF16_CLASS)):
         alone = type(placement)(tuple((shards[at],) for shards in placement.layers), placement.expert_bytes)
-        twin = Expected(spec.path, alone, spec, weight_dtype="bf16", isa="reference", numerics=name)
+        twin = Expected(alone, spec, weight_dtype="bf16", isa="reference", numerics=name)
         expected += twin.experts(0, batch)
     assert found.tobytes() == expected.tobytes()
 
@@ -154,7 +154,7 @@ def test_a_topology_names_the_class_of_another_kind_of_processor(spec):
         asked = f"activations: {numerics}"
         with ExpertRuntime.start(two_workers(asked, asked), model=spec, dtype="f32", cpu_isa="reference") as runtime:
             assert runtime.stats()["numerics"]["classes"] == {"w0": numerics, "w1": numerics}
-            twin = Expected(spec.path, runtime.placement, spec, weight_dtype="bf16", isa="reference", numerics=numerics)
+            twin = Expected(runtime.placement, spec, weight_dtype="bf16", isa="reference", numerics=numerics)
             result = np.asarray(runtime.experts(0, batch.hidden_states, batch.topk_ids, batch.topk_weights))
             assert result.tobytes() == twin.experts(0, batch).tobytes()
         found[numerics] = result

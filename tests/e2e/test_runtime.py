@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ def runtime(spec: ModelSpec) -> Iterator[ExpertRuntime]:
 
 
 def expected_of(runtime: ExpertRuntime) -> Expected:
-    return Expected(Path(runtime.spec.path), runtime.placement, runtime.spec)
+    return Expected(runtime.placement, runtime.spec)
 
 
 def call(runtime: ExpertRuntime, layer: int | str, batch: Any, **arguments: Any) -> np.ndarray:
@@ -205,13 +204,13 @@ def test_an_id_that_is_no_expert_and_not_the_sentinel_is_an_error(runtime: Exper
 def test_submitted_calls_overlap_and_can_be_awaited(runtime: ExpertRuntime) -> None:
     expected = expected_of(runtime)
     batches = [make_batch(30, seed=seed) for seed in range(6)]
-    calls = [runtime.submit(seed % 2, *dataclasses.astuple(batch)) for seed, batch in enumerate(batches)]
+    calls = [runtime.submit(seed % 2, *batch) for seed, batch in enumerate(batches)]
     for seed, one in reversed(list(enumerate(calls))):
         assert np.array_equal(one.result(timeout=100), expected.experts(seed % 2, batches[seed]))
         assert one.done()
 
     async def main() -> np.ndarray:
-        result: np.ndarray = await runtime.submit(0, *dataclasses.astuple(batches[0]))
+        result: np.ndarray = await runtime.submit(0, *batches[0])
         return result
 
     assert np.array_equal(asyncio.run(main()), expected.experts(0, batches[0]))
@@ -220,7 +219,7 @@ def test_submitted_calls_overlap_and_can_be_awaited(runtime: ExpertRuntime) -> N
 def test_a_dropped_call_does_no_harm(runtime: ExpertRuntime) -> None:
     batch = make_batch(200, seed=11)
     for _ in range(10):
-        runtime.submit(0, *dataclasses.astuple(batch))
+        runtime.submit(0, *batch)
     assert np.array_equal(call(runtime, 0, batch), expected_of(runtime).experts(0, batch))
 
 
@@ -248,7 +247,7 @@ def test_layers_are_found_by_index_and_name_and_others_refused(runtime: ExpertRu
     assert runtime.layer_index("layers.1.experts") == runtime.layer_index(1) == 1
     for layer in (2, -1, "model.layers.0.mlp"):
         with pytest.raises(ConfigError, match="has no routed experts; layers with experts: 0..1"):
-            runtime.experts(layer, *dataclasses.astuple(make_batch(1)))
+            runtime.experts(layer, *make_batch(1))
 
 
 def test_counters_of_both_sides_agree(runtime: ExpertRuntime) -> None:

@@ -46,7 +46,7 @@ def spec(request, tmp_path_factory):
 @pytest.mark.parametrize("address", ["unix", "loopback"])
 def test_a_processor_and_cards_of_both_vendors_give_the_reference_bits_in_one_layer(spec, address):
     with ExpertRuntime.start(Topology.parse(MIXED % address), model=spec, dtype="f32") as runtime:
-        twin = Expected(spec.path, runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
+        twin = Expected(runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
         for layer, tokens in ((0, 40), (1, 130)):
             batch = Batch(*routed_batch(tokens, HIDDEN, NUM_EXPERTS, TOP_K, seed=tokens))
             found = runtime.experts(layer, batch.hidden_states, batch.topk_ids, batch.topk_weights)
@@ -64,7 +64,7 @@ def test_the_topologies_of_real_machines_run_with_simulated_cards(spec, name):
     host = replace(shipped.host, device="sim:0", simulate=vendor, experts_memory=MemoryBudget(fraction=0.4))
     workers = tuple(simulated(worker) for worker in shipped.workers)
     with ExpertRuntime.start(replace(shipped, host=host, workers=workers), model=spec, dtype="f32") as runtime:
-        twin = Expected(spec.path, runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
+        twin = Expected(runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
         batch = Batch(*routed_batch(40, HIDDEN, NUM_EXPERTS, TOP_K, seed=3))
         found = runtime.experts(0, batch.hidden_states, batch.topk_ids, batch.topk_weights)
         assert np.asarray(found).tobytes() == twin.experts(0, batch).tobytes()

@@ -1,5 +1,5 @@
-"""What the fault tests share: a tiny checkpoint, workers that are started by hand, and a look at
-which processes are still alive.
+"""What the fault tests share: a tiny checkpoint, workers that are started by hand, signals to
+workers, and a look at their states and at which processes are still alive.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,12 +22,16 @@ import pytest
 
 from dflash_moe.errors import DflashError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
+from dflash_moe.holders.holder import WorkerState
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
+from dflash_moe.topology import Topology
 from tests.expert_cases import make_checkpoint, tiny_spec
 
 # A worker that is started by hand announces its address within this time.
 READY_S = 60.0
+# Limits that nothing waits for: what goes on before them went on for another reason.
+FAR: dict[str, Any] = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0}
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +77,7 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
         command += ["--model", str(model), "--listen", listen, *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         processes.append(process)
-        assert process.stdout is not None
-        readable, _, _ = select.select([process.stdout], [], [], READY_S)
-        line = process.stdout.readline() if readable else ""
-        address = line.strip().rpartition(" ")[2]
-        return HandStarted(process, address)
+        return HandStarted(process, first_line(process).rpartition(" ")[2])
 
     yield start
     for process in processes:
@@ -85,6 +85,30 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
             process.send_signal(signal.SIGCONT)
             process.kill()
         process.communicate(timeout=200)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    """Returns the first line that a process prints, empty where none comes in time."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], READY_S)
+    return process.stdout.readline().strip() if readable else ""
+
+
+def far_topology(address: str, *, name: str = "far", has_near: bool = True) -> Topology:
+    """A worker that somebody started at `address`, beside one that the host starts."""
+    near = "  - {name: near, threads: 1}\n" if has_near else ""
+    return Topology.parse(f"version: 1\nworkers:\n{near}  - {{name: {name}, threads: 1, address: '{address}'}}\n")
+
+
+def flip_a_bit(checkpoint: Path, place: int = -5001, mask: int = 1) -> None:
+    """Changes a bit of a checkpoint's file, by default one that no sample of the fingerprint
+    reads.
+    """
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        place = file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ mask]))
 
 
 def is_gone(pid: int) -> bool:
@@ -123,9 +147,26 @@ def wait_until(claim: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def pid_of(runtime: ExpertRuntime, worker: str) -> int:
-    """Returns the process of a worker that the host started."""
-    return next(process.pid for process in runtime.worker_processes() if process.name == worker)
+def pids(runtime: ExpertRuntime) -> dict[str, int]:
+    """Returns the processes of the workers by name."""
+    return {process.name: process.pid for process in runtime.worker_processes()}
+
+
+def kill(runtime: ExpertRuntime, *workers: str) -> None:
+    """Kills the processes of workers. A killed one may still answer what it has."""
+    found = pids(runtime)
+    for worker in workers:
+        os.kill(found[worker], signal.SIGKILL)
+
+
+def state_of(runtime: ExpertRuntime, worker: str) -> WorkerState:
+    """Returns what is known of a worker."""
+    return next(found for found in runtime.workers() if found.name == worker)
+
+
+def states(runtime: ExpertRuntime) -> dict[str, str]:
+    """Returns the states of all workers by name."""
+    return {one.name: one.state for one in runtime.workers()}
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import socket
 import sys
@@ -61,8 +60,8 @@ def main(model: str, key_file: str, address: str, encryption: str) -> dict[str, 
     capture = Capture("dm0")
     try:
         with ExpertRuntime.start(topology, model=spec, key_file=key_file, encryption=encryption, dtype="f32") as runtime:
-            found = np.asarray(runtime.experts(0, *dataclasses.astuple(batch)))
-            expected = Expected(Path(model), runtime.placement, spec).experts(0, batch)
+            found = np.asarray(runtime.experts(0, *batch))
+            expected = Expected(runtime.placement, spec).experts(0, batch)
     except DflashError as error:
         return {"error": str(error)}
     finally:

@@ -7,24 +7,21 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from pathlib import Path
 
 from dflash_moe.experts.expert_runtime import ExpertRuntime
-from dflash_moe.topology import Emulate, Topology
-from tests.expert_cases import make_batch, tiny_spec
+from dflash_moe.topology import Emulate
+from tests.expert_cases import local_topology, make_batch, tiny_spec
 
 
 def main(directory: str) -> None:
-    topology = Topology.local(num_workers=2)
-    slowed = tuple(dataclasses.replace(worker, emulate=Emulate(slowdown=100_000.0)) for worker in topology.workers)
+    slowed = local_topology(emulate=Emulate(slowdown=100_000.0))
     started: list[ExpertRuntime] = []
 
     def start() -> None:
-        spec = tiny_spec(Path(directory))
-        started.append(ExpertRuntime.start(dataclasses.replace(topology, workers=slowed), model=spec))
+        started.append(ExpertRuntime.start(slowed, model=tiny_spec(Path(directory))))
 
     # The thread that starts the runtime ends at once. Workers must live as long as the process, not
     # as long as the thread that asked for them.
@@ -32,7 +29,7 @@ def main(directory: str) -> None:
     thread.start()
     thread.join()
     runtime = started[0]
-    call = runtime.submit(0, *dataclasses.astuple(make_batch(500)))
+    call = runtime.submit(0, *make_batch(500))
     print("ready", *(process.pid for process in runtime.worker_processes()), flush=True)
     call.result(timeout=60)
 

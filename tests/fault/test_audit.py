@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -25,32 +24,21 @@ from dflash_moe.holders.session import HostSession
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.messages import ComputeRow
-from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
-from tests.fault.conftest import freeze, is_gone, wait_until
+from tests.expert_cases import local_topology, make_batch, make_checkpoint, tiny_spec
+from tests.fault.conftest import FAR, freeze, is_gone, kill, pids, state_of, states, wait_until
 
-# Limits that nothing here waits for.
-FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "park_s": 90.0}
 SOON_S = 90.0
 # A worker that goes wrong in one of so many rows is out within this many audited rows of it.
 ONE_IN, WITHIN = 100, 200
 
 
 def start(spec: ModelSpec, *, replicas: int = 2, decorate: Any = None, **overrides: Any) -> ExpertRuntime:
-    topology = Topology.local(num_workers=2)
-    placement = dataclasses.replace(topology.placement, replicas=replicas)
-    settings = {**FAR, "audit_cpu": "100%", "restart_backoff_ms": [1, 10], **overrides}
-    return ExpertRuntime.start(
-        dataclasses.replace(topology, placement=placement), model=spec, _channel_decorator=decorate, **settings
-    )
+    settings = {**FAR, "park_s": 90.0, "audit_cpu": "100%", "restart_backoff_ms": [1, 10], **overrides}
+    return ExpertRuntime.start(local_topology(replicas=replicas), model=spec, _channel_decorator=decorate, **settings)
 
 
 def call(runtime: ExpertRuntime, num_tokens: int = 7) -> np.ndarray[Any, Any]:
-    return np.asarray(runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens))))
-
-
-def state_of(runtime: ExpertRuntime, name: str) -> str:
-    return next(one.state for one in runtime.workers() if one.name == name)
+    return np.asarray(runtime.experts(0, *make_batch(num_tokens)))
 
 
 def audit(runtime: ExpertRuntime, name: str) -> dict[str, Any]:
@@ -74,21 +62,21 @@ def test_a_worker_that_drifts_is_out_and_a_second_time_for_good(spec: ModelSpec,
 
         def is_out() -> bool:
             call(runtime)
-            return state_of(runtime, "w1") == "quarantined"
+            return states(runtime)["w1"] == "quarantined"
 
         assert wait_until(is_out, SOON_S), runtime.stats()["audit"]
         told = audit(runtime, "w1")
         # It was started again after the first time, which had to be shown once more.
         assert told["mismatches"] == 2
         assert told["audited_rows"] <= 2 * WITHIN
-        reason = next(one.reason for one in runtime.workers() if one.name == "w1")
+        reason = state_of(runtime, "w1").reason
         assert re.search(r"outvoted: layer 0 .*shard \d: 1 of 96 values of a row for experts", reason)
         assert audit(runtime, "w0")["mismatches"] == 0
-        assert state_of(runtime, "w0") == "ready"
+        assert states(runtime)["w0"] == "ready"
         for _ in range(20):
             assert np.array_equal(call(runtime), right)
         runtime.release("w1")
-        assert wait_until(lambda: state_of(runtime, "w1") in ("ready", "quarantined"), SOON_S)
+        assert wait_until(lambda: states(runtime)["w1"] in ("ready", "quarantined"), SOON_S)
 
 
 def test_a_healthy_worker_is_never_taken_out(spec: ModelSpec) -> None:
@@ -141,7 +129,7 @@ def keep_calling(runtime: ExpertRuntime, name: str, more_than: int) -> bool:
 def test_the_audit_goes_on_after_a_worker_that_owed_an_answer_died(spec: ModelSpec) -> None:
     with start(spec, replicas=1) as runtime:
         call(runtime)
-        pid = next(process.pid for process in runtime.worker_processes() if process.name == "w0")
+        pid = pids(runtime)["w0"]
 
         def num_sent() -> int:
             return int(runtime.stats()["workers"]["w0"]["calls"])
@@ -207,15 +195,14 @@ def test_a_worker_that_comes_back_with_a_wrong_golden_row_is_left_alone(
     right = right_answer(spec)
     with start(spec) as runtime:
         flip_golden(monkeypatch, worker="w1")
-        os.kill(next(process.pid for process in runtime.worker_processes() if process.name == "w1"), signal.SIGKILL)
-        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", SOON_S)
-        state = next(one for one in runtime.workers() if one.name == "w1")
-        assert "as this host computes it" in state.reason
-        assert "layer 0" in state.reason
+        kill(runtime, "w1")
+        assert wait_until(lambda: states(runtime)["w1"] == "quarantined", SOON_S)
+        assert "as this host computes it" in state_of(runtime, "w1").reason
+        assert "layer 0" in state_of(runtime, "w1").reason
         assert np.array_equal(call(runtime), right)
         monkeypatch.undo()
         runtime.release("w1")
-        assert wait_until(lambda: state_of(runtime, "w1") == "ready", SOON_S)
+        assert wait_until(lambda: states(runtime)["w1"] == "ready", SOON_S)
 
 
 def flip_in_memory(pid: int, pattern: bytes) -> None:
@@ -245,20 +232,16 @@ def test_weights_that_change_in_memory_are_found_and_loaded_again(spec: ModelSpe
         stored = checkpoint.mapped_file(tensor.file).read(tensor.offset, 4 * 64 * 96)
         # The first input of the first outputs, which a panel has side by side.
         pattern = np.frombuffer(stored, np.float32).reshape(64, 96)[:8, 0].tobytes()
-        pids = {process.name: process.pid for process in runtime.worker_processes()}
-        flip_in_memory(pids["w1"], pattern)
-        assert wait_until(lambda: audit_changes(runtime) == 1, SOON_S)
+        pid = pids(runtime)["w1"]
+        flip_in_memory(pid, pattern)
+        assert wait_until(lambda: runtime.stats()["audit"]["weights_changed"] == 1, SOON_S)
         assert np.array_equal(call(runtime), right)
         counters = runtime.worker_stats()["w1"]
         assert (counters["scrub_damages"], counters["scrub_reloads"]) == (1, 1)
         assert counters["scrubbed_bytes"] > 0
-        assert state_of(runtime, "w1") == "ready"
-        assert not is_gone(pids["w1"])
+        assert states(runtime)["w1"] == "ready"
+        assert not is_gone(pid)
         # A second time within a day is no accident.
-        flip_in_memory(pids["w1"], pattern)
-        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", SOON_S)
-        assert "for the second time within a day" in next(one.reason for one in runtime.workers() if one.name == "w1")
-
-
-def audit_changes(runtime: ExpertRuntime) -> int:
-    return int(runtime.stats()["audit"]["weights_changed"])
+        flip_in_memory(pid, pattern)
+        assert wait_until(lambda: states(runtime)["w1"] == "quarantined", SOON_S)
+        assert "for the second time within a day" in state_of(runtime, "w1").reason

@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 
 from dflash_moe.model.spec import ModelSpec
 from tests import leaks
-from tests.fault.conftest import is_gone, wait_until
+from tests.fault.conftest import first_line, is_gone, wait_until
 
 GONE_S = 30.0  # they are gone in a fraction of a second where nothing else runs
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +28,9 @@ def start_host(spec: ModelSpec) -> tuple[subprocess.Popen[str], list[int]]:
     host = subprocess.Popen(
         [sys.executable, "-m", "tests.fault.host_program", spec.path], stdout=subprocess.PIPE, text=True, env=environment
     )
-    assert host.stdout is not None
-    readable, _, _ = select.select([host.stdout], [], [], 60)
-    word, *pids = host.stdout.readline().split() if readable else ["timed out"]
+    word, _, pids = first_line(host).partition(" ")
     assert word == "ready"
-    return host, [int(pid) for pid in pids]
+    return host, [int(pid) for pid in pids.split()]
 
 
 def finish(host: subprocess.Popen[str], signal_number: int) -> None:

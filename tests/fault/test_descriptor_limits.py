@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import array
-import dataclasses
 import os
 import resource
 import socket
@@ -25,8 +24,8 @@ from dflash_moe.protocol.framing import Connection
 from dflash_moe.protocol.messages import Bye
 from dflash_moe.topology import Topology
 from tests import leaks
-from tests.expert_cases import make_batch
-from tests.fault.conftest import StartWorker
+from tests.expert_cases import call
+from tests.fault.conftest import StartWorker, far_topology
 
 
 def num_open() -> int:
@@ -72,9 +71,14 @@ def limited(num_free: int, do: Callable[[], None]) -> str:
 
 def use_a_runtime(topology: Topology, spec: ModelSpec, **overrides: object) -> None:
     with ExpertRuntime.start(topology, model=spec, **overrides) as runtime:
-        runtime.experts(0, *dataclasses.astuple(make_batch(3)))
+        call(runtime)
         runtime.set_mode("stream")
-        runtime.experts(0, *dataclasses.astuple(make_batch(3)))
+        call(runtime)
+
+
+def untyped(outcomes: list[str]) -> list[str]:
+    """The outcomes that are neither right nor typed, or left something."""
+    return [outcome for outcome in outcomes if outcome.startswith(("raw", "left", "no outcome"))]
 
 
 @pytest.mark.parametrize("transport", ["shared", "stream"])
@@ -83,8 +87,7 @@ def test_a_start_with_few_descriptors_ends_typed_and_leaves_nothing(spec: ModelS
     tried = (*range(2, 26), 40)
     outcomes = [limited(num_free, lambda: use_a_runtime(topology, spec, transport=transport)) for num_free in tried]
     assert outcomes[-1] == "done"
-    wrong = [outcome for outcome in outcomes if outcome.startswith(("raw", "left", "no outcome"))]
-    assert not wrong, "\n".join(wrong)
+    assert not untyped(outcomes), outcomes
 
 
 def test_the_launcher_names_the_limit(spec: ModelSpec) -> None:
@@ -97,12 +100,12 @@ def test_the_launcher_names_the_limit(spec: ModelSpec) -> None:
 
     outcomes = [limited(num_free, launch) for num_free in range(8)]
     assert any("worker w0 could not be started: Too many open files; this process may have" in outcome for outcome in outcomes)
-    assert not [outcome for outcome in outcomes if outcome.startswith(("raw", "left", "no outcome"))]
+    assert not untyped(outcomes), outcomes
 
 
 def test_a_worker_by_hand_is_reached_typed_or_not_at_all(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
     worker = start_worker(Path(spec.path), "tcp://127.0.0.1:0", "--key-file", str(key_file))
-    topology = Topology.parse(f"version: 1\nworkers: [{{name: far, threads: 1, address: '{worker.address}'}}]\n")
+    topology = far_topology(worker.address, has_near=False)
 
     def reach() -> None:
         until = time.monotonic() + 20  # the former child's session may still be ending
@@ -116,10 +119,13 @@ def test_a_worker_by_hand_is_reached_typed_or_not_at_all(spec: ModelSpec, key_fi
     # A try that comes while the former session ends takes a few more.
     outcomes = [limited(num_free, reach) for num_free in (*range(2, 12), 20)]
     assert outcomes[-1] == "done"
-    assert not [outcome for outcome in outcomes if outcome.startswith(("raw", "left", "no outcome"))], outcomes
+    assert not untyped(outcomes), outcomes
 
 
-def test_a_message_whose_descriptors_could_not_be_taken_leaves_the_next_one_readable() -> None:
+def receive_two(then: Callable[[Connection], None]) -> str:
+    """The outcome of a process that may open three descriptors and receives a message with four,
+    and of what it does then. Another message, without any, lies behind.
+    """
     ours, theirs = socket.socketpair()
     with ours, theirs:
         payload = b"\x81\x00\x1c"  # Bye
@@ -130,30 +136,22 @@ def test_a_message_whose_descriptors_could_not_be_taken_leaves_the_next_one_read
         def receive() -> None:
             connection = Connection(socket.socket(fileno=os.dup(ours.fileno())))
             try:
-                for _ in range(2):
-                    received = connection.receive(deadline=time.monotonic() + 5, waiting_for="a message")
-                    assert isinstance(received, Bye)
+                receive_bye(connection)
+                then(connection)
             finally:
                 connection.close()
 
-        assert limited(3, receive) == "done"
+        return limited(3, receive)
+
+
+def receive_bye(connection: Connection) -> None:
+    assert isinstance(connection.receive(deadline=time.monotonic() + 5, waiting_for="a message"), Bye)
+
+
+def test_a_message_whose_descriptors_could_not_be_taken_leaves_the_next_one_readable() -> None:
+    assert receive_two(receive_bye) == "done"
 
 
 def test_descriptors_that_could_not_be_taken_blame_the_limit_and_not_the_peer() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        payload = b"\x81\x00\x1c"  # Bye
-        message = len(payload).to_bytes(4, "little") + payload
-        passed = array.array("i", [0, 0, 0, 0])
-        theirs.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
-
-        def receive() -> None:
-            connection = Connection(socket.socket(fileno=os.dup(ours.fileno())))
-            try:
-                assert isinstance(connection.receive(deadline=time.monotonic() + 5, waiting_for="a message"), Bye)
-                connection.take_descriptors(4)
-            finally:
-                connection.close()
-
-        outcome = limited(3, receive)
-        assert outcome.startswith("DflashError: descriptors that came with a control message could not be taken: this process")
+    outcome = receive_two(lambda connection: connection.take_descriptors(4))
+    assert outcome.startswith("DflashError: descriptors that came with a control message could not be taken: this process")

@@ -21,7 +21,7 @@ import pytest
 from dflash_moe import ConfigError, ExpertRuntime, Topology, WorkerError, WorkerLost
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
-from tests.fault.conftest import freeze, pid_of, wait_until
+from tests.fault.conftest import freeze, kill, pids, states, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, EXPERTS, TOP_K = 2, 64, 8, 3
@@ -34,20 +34,15 @@ workers:
   - {name: w1, backend: cpu, threads: 1%s}
 """
 CARD = "'sim:0', simulate: cuda"
-# A limit that nothing here waits for: what goes on before it went on for another reason.
-FAR: dict[str, Any] = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "park_s": 90.0}
+# Limits that nothing here waits for: what goes on before them went on for another reason. Nor is a
+# worker suspected that a busy machine only holds up: steps would be replayed for it.
+FAR: dict[str, Any] = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "park_s": 90.0, "suspect_ms": 60_000.0}
 
 
 @pytest.fixture(scope="module")
 def steps_spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     directory = tmp_path_factory.mktemp("steps")
     return tiny_checkpoint(directory, hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, num_layers=LAYERS)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has no worker suspected that a busy machine only holds up: steps would be replayed for it."""
-    monkeypatch.setitem(FAR, "suspect_ms", 60_000.0)
 
 
 def start(spec: ModelSpec, replicas: int = 2, device: str = CARD, address: str = "", **options: Any) -> ExpertRuntime:
@@ -99,19 +94,10 @@ def counts(runtime: ExpertRuntime) -> tuple[int, int, int]:
     return found["steps"], found["replays"], found["plain"]
 
 
-def kill(runtime: ExpertRuntime, name: str) -> None:
-    os.kill(pid_of(runtime, name), signal.SIGKILL)
-
-
-def is_ready(runtime: ExpertRuntime, name: str) -> bool:
-    return next(one.state for one in runtime.workers() if one.name == name) == "ready"
-
-
 def leased(runtime: ExpertRuntime) -> set[str]:
     return {report["name"] for report in runtime._client.workers() if report["path"] == "leased"}
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_step_whose_worker_is_killed_is_replayed_and_the_next_is_the_devices_again(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 4)
     with start(steps_spec, restart=False) as runtime:
@@ -128,14 +114,13 @@ def test_a_step_whose_worker_is_killed_is_replayed_and_the_next_is_the_devices_a
             assert leased(runtime) == {"w0"}
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_worker_that_is_back_is_asked_by_the_next_step(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 3)
     with start(steps_spec) as runtime:
         loop = Loop(runtime)
         loop.fault = (0, lambda: kill(runtime, "w1"))
         assert loop.step() == right[0]
-        assert wait_until(lambda: is_ready(runtime, "w1"), 60.0)
+        assert wait_until(lambda: states(runtime)["w1"] == "ready", 60.0)
         assert loop.step() == right[1]
         with runtime.device_step():
             assert leased(runtime) == {"w0", "w1"}
@@ -145,9 +130,9 @@ def test_a_worker_that_is_back_is_asked_by_the_next_step(steps_spec: ModelSpec) 
 
 def test_a_stopped_worker_ends_the_step_long_before_it_counts_as_lost(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 2)
-    with start(steps_spec) as runtime:
+    with start(steps_spec, suspect_ms=300.0) as runtime:
         loop = Loop(runtime)
-        frozen = pid_of(runtime, "w1")
+        frozen = pids(runtime)["w1"]
         loop.fault = (0, lambda: freeze(frozen))
         try:
             assert loop.step() == right[0]
@@ -158,7 +143,6 @@ def test_a_stopped_worker_ends_the_step_long_before_it_counts_as_lost(steps_spec
         assert loop.step() == right[1]
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_lost_worker_that_the_step_does_not_ask_changes_nothing(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 3)
     with start(steps_spec, restart=False) as runtime:
@@ -173,7 +157,6 @@ def test_a_lost_worker_that_the_step_does_not_ask_changes_nothing(steps_spec: Mo
         assert counts(runtime) == (3, 0, 0)
 
 
-@pytest.mark.usefixtures("patient")
 def test_the_only_holder_is_waited_for_where_somebody_brings_it_back(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 3)
     with start(steps_spec, 1) as runtime:
@@ -185,7 +168,6 @@ def test_the_only_holder_is_waited_for_where_somebody_brings_it_back(steps_spec:
         assert counts(runtime)[1] == 2
 
 
-@pytest.mark.usefixtures("patient")
 def test_without_a_holder_the_error_is_typed_and_names_the_worker(steps_spec: ModelSpec) -> None:
     with start(steps_spec, 1, restart=False) as runtime:
         loop = Loop(runtime)
@@ -197,7 +179,6 @@ def test_without_a_holder_the_error_is_typed_and_names_the_worker(steps_spec: Mo
         assert counts(runtime) == (1, 1, 1), "no step begins without a holder"
 
 
-@pytest.mark.usefixtures("patient")
 def test_numbers_of_the_caller_and_errors_of_the_work_are_not_replayed(steps_spec: ModelSpec) -> None:
     with start(steps_spec, dtype="f16") as runtime:
         hidden, ids, weights = routed_batch(2, HIDDEN, EXPERTS, TOP_K, seed=1)
@@ -219,7 +200,6 @@ def test_numbers_of_the_caller_and_errors_of_the_work_are_not_replayed(steps_spe
         assert len(Loop(runtime).step()) == 4 * LAYERS * 4 * HIDDEN
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.transformers
 def test_a_models_tokens_stay_the_same_through_a_replay(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
@@ -265,7 +245,6 @@ def test_a_models_tokens_stay_the_same_through_a_replay(tmp_path: Path) -> None:
         assert counts(runtime)[1] == 1
 
 
-@pytest.mark.usefixtures("patient")
 def test_where_there_are_no_steps_the_work_makes_plain_calls(steps_spec: ModelSpec) -> None:
     right = expected(steps_spec, 2)
     with start(steps_spec, address=", address: unix") as runtime:
@@ -278,7 +257,6 @@ def test_where_there_are_no_steps_the_work_makes_plain_calls(steps_spec: ModelSp
         assert Loop(runtime).step() == right[0]
 
 
-@pytest.mark.usefixtures("patient")
 def test_an_interrupt_just_before_the_block_leaves_the_runtime_usable(
     steps_spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
@@ -24,35 +23,30 @@ from dflash_moe.errors import CheckpointError, ConfigError, DflashError, Protoco
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.holders.fleet import Fleet
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.topology import Topology, WorkerSpec
-from tests.expert_cases import NUM_EXPERTS, make_batch, make_checkpoint, tiny_spec
-from tests.fault.conftest import StartWorker, children_of, freeze, is_gone, wait_until
+from dflash_moe.topology import WorkerSpec
+from tests.expert_cases import NUM_EXPERTS, call, local_topology, make_batch, make_checkpoint, tiny_spec
+from tests.fault.conftest import (
+    FAR,
+    StartWorker,
+    children_of,
+    flip_a_bit,
+    freeze,
+    is_gone,
+    kill,
+    pids,
+    state_of,
+    states,
+    wait_until,
+)
 
 SOON_S = 60.0
-# A limit that nothing here waits for: what goes on before it went on for another reason.
-FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "restart_backoff_ms": (10.0, 100.0)}
 ADDRESSES = [None, "unix", "tcp"]
 SIZES = (1, 7, 200)
 
 
-def start(
-    spec: ModelSpec, *, replicas: int = 1, workers: int = 2, address: str | None = None, **overrides: Any
-) -> ExpertRuntime:
-    topology = Topology.local(num_workers=workers, address=address)
-    placement = dataclasses.replace(topology.placement, replicas=replicas)
-    return ExpertRuntime.start(dataclasses.replace(topology, placement=placement), model=spec, **{**FAR, **overrides})
-
-
-def call(runtime: ExpertRuntime, num_tokens: int = 7) -> np.ndarray[Any, Any]:
-    return np.asarray(runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens))))
-
-
-def pids(runtime: ExpertRuntime) -> dict[str, int]:
-    return {process.name: process.pid for process in runtime.worker_processes()}
-
-
-def states(runtime: ExpertRuntime) -> dict[str, str]:
-    return {one.name: one.state for one in runtime.workers()}
+def start(spec: ModelSpec, *, replicas: int = 1, workers: int = 2, address: str | None = None, **how: Any) -> ExpertRuntime:
+    topology = local_topology(workers, replicas=replicas, address=address)
+    return ExpertRuntime.start(topology, model=spec, **{**FAR, "restart_backoff_ms": (10.0, 100.0), **how})
 
 
 def holders(runtime: ExpertRuntime) -> list[tuple[str, ...]]:
@@ -134,8 +128,7 @@ def test_a_worker_added_under_load_becomes_a_holder_of_all_that_fits(spec: Model
         assert holders(runtime) == [(*names, "w2") for names in before]
         assert len(children_of(os.getpid())) == 3
         right = call(runtime, 200)
-        for name in ("w0", "w1"):
-            os.kill(pids(runtime)[name], signal.SIGKILL)
+        kill(runtime, "w0", "w1")
         assert np.array_equal(call(runtime, 200), right)
 
 
@@ -171,7 +164,7 @@ def test_a_worker_added_after_a_runtime_without_processes_is_kept_too(spec: Mode
         runtime.add_worker({"name": "w1", "threads": 1})
         pid = pids(runtime)["w1"]
         os.kill(pid, signal.SIGKILL)
-        assert wait_until(lambda: {one.name: one.deaths for one in runtime.workers()}["w1"] == 1, SOON_S)
+        assert wait_until(lambda: state_of(runtime, "w1").deaths == 1, SOON_S)
         assert wait_until(lambda: states(runtime)["w1"] == "ready", SOON_S)
         assert pids(runtime)["w1"] != pid
         assert np.array_equal(call(runtime), right)
@@ -234,10 +227,7 @@ def test_a_worker_with_other_weights_is_refused(tmp_path: Path, start_worker: St
     theirs = tmp_path / "theirs"
     if flip_at < 0:  # a bit that no sample of the fingerprint reads
         shutil.copytree(spec.path, theirs)
-        file = next(theirs.glob("*.safetensors"))
-        content = bytearray(file.read_bytes())
-        content[flip_at] ^= 1
-        file.write_bytes(content)
+        flip_a_bit(theirs, flip_at)
     else:
         make_checkpoint(theirs, seed=flip_at)
     address = f"unix://{tmp_path}/far.sock"
@@ -354,7 +344,7 @@ def test_what_is_under_way_when_the_time_is_over_is_asked_of_others(spec: ModelS
     with start(spec, replicas=2) as runtime:
         right = call(runtime, 200)
         freeze(pids(runtime)["w0"])
-        waiting = runtime.submit(0, *dataclasses.astuple(make_batch(200)))
+        waiting = runtime.submit(0, *make_batch(200))
         runtime.remove_worker("w0", drain_s=0.2)
         assert np.array_equal(np.asarray(waiting.result(timeout=SOON_S)), right)
         assert states(runtime) == {"w1": "ready"}
@@ -395,7 +385,7 @@ def test_the_last_holder_is_removed_only_by_force_and_another_one_takes_over(spe
 
 def test_a_holder_that_is_not_ready_is_no_other_holder(spec: ModelSpec) -> None:
     with start(spec, replicas=2, restart=False) as runtime:
-        os.kill(pids(runtime)["w1"], signal.SIGKILL)
+        kill(runtime, "w1")
         assert wait_until(lambda: states(runtime)["w1"] == "quarantined", SOON_S)
         with pytest.raises(ConfigError, match="worker w0 is the last ready holder"):
             runtime.remove_worker("w0")
@@ -421,7 +411,7 @@ def test_close_while_a_worker_drains_ends_the_removal(spec: ModelSpec) -> None:
             errors.append(error)
 
     freeze(pids(runtime)["w0"])
-    runtime.submit(0, *dataclasses.astuple(make_batch(7)))
+    runtime.submit(0, *make_batch(7))
     removing = threading.Thread(target=remove)
     removing.start()
     assert wait_until(lambda: states(runtime).get("w0") == "draining", SOON_S)

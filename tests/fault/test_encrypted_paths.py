@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -32,9 +31,8 @@ from dflash_moe.errors import DflashError, ProtocolError, WorkerError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.encryption import identity_of
-from dflash_moe.topology import Topology
-from tests.expert_cases import Expected, make_batch
-from tests.fault.conftest import READY_S, HandStarted, StartWorker
+from tests.expert_cases import call, expected_of, make_batch
+from tests.fault.conftest import READY_S, HandStarted, StartWorker, far_topology, first_line
 
 # Calls whose reply will not come, because a changed length has the reader wait, end after this.
 # A worker that came back by itself would hide that its connection had ended.
@@ -55,7 +53,7 @@ def place(worker: HandStarted) -> tuple[str, int]:
 
 
 def reach(spec: ModelSpec, address: str, key_file: Path, *, encryption: str = "on", **overrides: Any) -> ExpertRuntime:
-    topology = Topology.parse(f"version: 1\nworkers:\n  - {{name: far, threads: 1, address: '{address}'}}\n")
+    topology = far_topology(address, has_near=False)
     return ExpertRuntime.start(topology, model=spec, key_file=key_file, encryption=encryption, **overrides)
 
 
@@ -69,14 +67,6 @@ def reach_when_free(spec: ModelSpec, address: str, key_file: Path, **overrides: 
             if "is busy" not in str(error) or time.monotonic() > until:
                 raise
             time.sleep(0.02)
-
-
-def call(runtime: ExpertRuntime) -> np.ndarray:
-    return np.asarray(runtime.experts(0, *dataclasses.astuple(make_batch(20))))
-
-
-def expected_of(runtime: ExpertRuntime) -> np.ndarray:
-    return Expected(Path(runtime.spec.path), runtime.placement, runtime.spec).experts(0, make_batch(20))
 
 
 def call_until_broken(runtime: ExpertRuntime, expected: np.ndarray) -> None:
@@ -255,13 +245,9 @@ def worker_there(machines: TwoMachines, spec: ModelSpec, key_file: Path, folder:
         machines.worker, "-m", "dflash_moe", "worker", "--topology", str(topology), "--name", "far", "--model", str(spec.path),
         "--listen", "tcp://192.0.2.2:0", "--key-file", str(key_file), *options,
     )  # fmt: skip
-    killer = threading.Timer(READY_S, process.kill)
-    killer.start()
     try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip().rpartition(" ")[2]
+        yield first_line(process).rpartition(" ")[2]
     finally:
-        killer.cancel()
         process.kill()
         process.communicate(timeout=60)
 

@@ -22,7 +22,8 @@ from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.generation import generate_tokens
 from dflash_moe.engine.llm import LLM
 from dflash_moe.errors import WorkerLost, WorkerTimeout
-from tests.fault.conftest import freeze, is_gone
+from tests.fault.conftest import FAR, freeze, is_gone
+from tests.fault.conftest import pids as pids_of
 from tests.host_models import checkpoint, prompt, topology
 from tests.token_forward import PATIENCE_S, end_of, plain, rest_of, tokens_of
 
@@ -32,8 +33,6 @@ ENDLESS = plain(1500, ignore_eos=True)
 SHORT = plain(6, ignore_eos=True)
 # Its attention is indexed and not paged.
 ONE_SEQUENCE = "deepseek_v32"
-# Limits that nothing here waits for: what ends before them ended for another reason.
-FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0}
 PROMPTS = [prompt(3 + 2 * place, seed=place) for place in range(8)]
 
 
@@ -43,12 +42,17 @@ def start(address: str, arch: str = "qwen3_moe", **overrides: Any) -> LLM:
 
 
 def pids(llm: LLM) -> dict[str, int]:
-    return {process.name: process.pid for process in llm.runtime.worker_processes()}
+    return pids_of(llm.runtime)
 
 
-def begin(llm: LLM) -> list[TokenStream]:
-    """Submits eight requests that go on for ever, and returns once each of them decodes."""
-    streams = [llm.submit(token_ids, ENDLESS) for token_ids in PROMPTS]
+def expected_of(llm: LLM, count: int, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """The first tokens of the plain loop."""
+    return [[step.token_id for step in generate_tokens(llm.host, ids, max_new_tokens=count)] for ids in prompts]
+
+
+def begin(llm: LLM, params: dm.SamplingParams = ENDLESS) -> list[TokenStream]:
+    """Submits eight requests, by default for ever, and returns once each of them decodes."""
+    streams = [llm.submit(token_ids, params) for token_ids in PROMPTS]
     for stream in streams:
         assert stream.take(PATIENCE_S)
     return streams
@@ -100,7 +104,7 @@ def test_a_worker_that_is_killed_ends_all_requests_and_later_ones_typed(address:
 def test_a_worker_that_is_killed_within_a_step_leaves_no_partial_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies when the first layer is done and the second not begun."""
     with start("unix", **FAR) as llm:
-        expected = [[step.token_id for step in generate_tokens(llm.host, ids, max_new_tokens=12)] for ids in PROMPTS]
+        expected = expected_of(llm, 12)
         victims = pids(llm)
         streams = [llm.submit(token_ids, ENDLESS) for token_ids in PROMPTS]
         steps = iter(range(1 << 30))
@@ -120,11 +124,9 @@ def test_a_worker_that_is_killed_within_a_step_leaves_no_partial_token(monkeypat
 
 def test_a_worker_that_comes_back_costs_requests_nothing_but_the_pause() -> None:
     with start("unix", restart=True, park_s=90.0, **FAR) as llm:
-        expected = [[step.token_id for step in generate_tokens(llm.host, ids, max_new_tokens=40)] for ids in PROMPTS]
+        expected = expected_of(llm, 40)
         victims = pids(llm)
-        streams = [llm.submit(token_ids, plain(40, ignore_eos=True)) for token_ids in PROMPTS]
-        for stream in streams:
-            assert stream.take(PATIENCE_S)
+        streams = begin(llm, plain(40, ignore_eos=True))
         for pid in victims.values():
             os.kill(pid, signal.SIGKILL)
         for stream, tokens in zip(streams, expected, strict=True):
@@ -200,7 +202,7 @@ def test_a_layer_that_fails_once_ends_the_requests_of_its_step_and_others_are_ex
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception, at: int
 ) -> None:
     """What was stored in the step that failed is computed again by whoever has the same prompt."""
-    expected = [[step.token_id for step in generate_tokens(llm.host, ids, max_new_tokens=6)] for ids in PROMPTS]
+    expected = expected_of(llm, 6)
     llm.engine.drop_prefix_cache()
     steps = iter(range(1 << 30))
 
@@ -233,7 +235,7 @@ def test_a_sequence_with_a_cache_of_its_own_begins_again_after_a_step_that_faile
 ) -> None:
     with start("loopback", ONE_SEQUENCE) as llm:
         assert not llm.engine._forward.cuts_prompts
-        expected = [[step.token_id for step in generate_tokens(llm.host, ids, max_new_tokens=6)] for ids in PROMPTS[:3]]
+        expected = expected_of(llm, 6, PROMPTS[:3])
         model, steps = llm.host.model, iter(range(1 << 30))
         forward = model.forward
 

@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,8 @@ from dflash_moe.errors import DflashError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch
-from tests.fault.conftest import StartWorker, is_gone
+from tests.expert_cases import call
+from tests.fault.conftest import StartWorker, far_topology, is_gone
 
 NUM_QUESTIONS = 100
 
@@ -51,7 +50,7 @@ def test_questions_of_a_child_raise_there_and_do_not_disturb_the_parents(spec: M
             for _ in range(NUM_QUESTIONS):
                 refuses(runtime.worker_stats)
             refuses(runtime.worker_processes)
-            refuses(lambda: runtime.experts(0, *dataclasses.astuple(make_batch(3))))
+            refuses(lambda: call(runtime))
 
         child = in_child(ask_on)
         for _ in range(NUM_QUESTIONS):
@@ -68,10 +67,9 @@ def test_endings_of_a_child_leave_the_parents_sessions_alone(
     topology = Topology.local()
     if not is_started:
         worker = start_worker(Path(spec.path), f"unix://{tmp_path}/far.sock")
-        topology = Topology.parse(f"version: 1\nworkers: [{{name: far, threads: 1, address: '{worker.address}'}}]\n")
+        topology = far_topology(worker.address, has_near=False)
     with ExpertRuntime.start(topology, model=spec) as runtime:
-        batch = make_batch(7)
-        before = runtime.experts(0, *dataclasses.astuple(batch))
+        before = call(runtime)
         pid = runtime.worker_processes()[0].pid
 
         def end_all() -> None:
@@ -88,4 +86,4 @@ def test_endings_of_a_child_leave_the_parents_sessions_alone(
         assert os.waitstatus_to_exitcode(os.waitpid(in_child(end_all), 0)[1]) == 0
         assert not is_gone(pid)
         assert len(runtime.worker_stats()) == 1
-        assert np.array_equal(runtime.experts(0, *dataclasses.astuple(batch)), before)
+        assert np.array_equal(call(runtime), before)

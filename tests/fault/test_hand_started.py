@@ -6,11 +6,12 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +25,27 @@ from dflash_moe.holders.session import HostSession
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.keys import read_key_file, write_key_file
-from dflash_moe.topology import Topology
 from dflash_moe.topology.addresses import parse_address
-from tests.expert_cases import Expected, make_batch, make_checkpoint
-from tests.fault.conftest import READY_S, StartWorker, wait_until
+from tests.expert_cases import call, expected_of, make_checkpoint
+from tests.fault.conftest import READY_S, HandStarted, StartWorker, far_topology, wait_until
 
 TCP = "tcp://127.0.0.1:0"
+SESSION_ID = bytes(range(16))
 
 
 def reach(spec: ModelSpec, address: str, name: str = "far", **overrides: Any) -> ExpertRuntime:
-    topology = Topology.parse(
-        f"version: 1\nworkers:\n  - {{name: near, threads: 1}}\n  - {{name: {name}, threads: 1, address: '{address}'}}\n"
-    )
-    return ExpertRuntime.start(topology, model=spec, **overrides)
+    return ExpertRuntime.start(far_topology(address, name=name), model=spec, **overrides)
+
+
+@pytest.fixture
+def worker(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> HandStarted:
+    """One that waits for hosts that have the key, over TCP."""
+    return start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
 
 
 def check_bits(runtime: ExpertRuntime) -> None:
-    batch = make_batch(40)
-    expected = Expected(Path(runtime.spec.path), runtime.placement, runtime.spec)
     for layer in (0, 1):
-        assert np.array_equal(runtime.experts(layer, *dataclasses.astuple(batch)), expected.experts(layer, batch))
+        assert np.array_equal(call(runtime, 40, layer), expected_of(runtime, 40, layer))
 
 
 @pytest.mark.parametrize("encryption", ["auto", "on"])
@@ -77,28 +79,37 @@ def test_a_unix_listener_serves_over_shared_memory_or_the_socket(
     assert not (tmp_path / "far.sock").exists()
 
 
-def test_a_second_host_is_told_that_the_worker_is_busy(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
-    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+def test_a_second_host_is_told_that_the_worker_is_busy(spec: ModelSpec, key_file: Path, worker: HandStarted) -> None:
     with reach(spec, worker.address, key_file=key_file) as runtime:
         with pytest.raises(WorkerError, match="worker far is busy"):
             reach(spec, worker.address, key_file=key_file)
         check_bits(runtime)
 
 
-@pytest.mark.parametrize("is_same_host", [True, False])
-def test_only_the_host_that_is_served_ends_its_own_session_by_coming_back(
-    spec: ModelSpec, key_file: Path, start_worker: StartWorker, is_same_host: bool
-) -> None:
-    """A host whose farewell a cut network has swallowed need not wait for it to be sent again."""
-    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
-    address, session_id = parse_address(worker.address), bytes(range(16))
-    former, latter = (
-        HostSession("far", address, started=None, key=read_key_file(key_file), session_id=one)
-        for one in (session_id, session_id if is_same_host else bytes(16))
-    )
+@contextmanager
+def greeted(
+    spec: ModelSpec, worker: HandStarted, key_file: Path, kind: type[HostSession], latter_id: bytes
+) -> Iterator[tuple[HostSession, HostSession]]:
+    """A session of a host that the worker has greeted, and one that is not connected."""
+    address, key = parse_address(worker.address), read_key_file(key_file)
+    former = kind("far", address, started=None, key=key, session_id=SESSION_ID)
+    latter = HostSession("far", address, started=None, key=key, session_id=latter_id)
     try:
         former.connect(timeout_s=READY_S)
         greet(former, spec)
+        yield former, latter
+    finally:
+        former.close(seconds=0.0)
+        latter.close(seconds=0.0)
+
+
+@pytest.mark.parametrize("is_same_host", [True, False])
+def test_only_the_host_that_is_served_ends_its_own_session_by_coming_back(
+    spec: ModelSpec, key_file: Path, worker: HandStarted, is_same_host: bool
+) -> None:
+    """A host whose farewell a cut network has swallowed need not wait for it to be sent again."""
+    latter_id = SESSION_ID if is_same_host else bytes(16)
+    with greeted(spec, worker, key_file, HostSession, latter_id) as (former, latter):
         latter.connect(timeout_s=READY_S)
         if is_same_host:
             greet(latter, spec)
@@ -109,9 +120,6 @@ def test_only_the_host_that_is_served_ends_its_own_session_by_coming_back(
             with pytest.raises(WorkerError, match="worker far is busy"):
                 greet(latter, spec)
             assert former.ask_stats(timeout_s=READY_S)["calls"] == 0
-    finally:
-        former.close(seconds=0.0)
-        latter.close(seconds=0.0)
 
 
 class CutOff(HostSession):
@@ -122,24 +130,15 @@ class CutOff(HostSession):
 
 
 def test_a_worker_that_awaits_a_data_connection_is_free_for_its_host_that_comes_back(
-    spec: ModelSpec, key_file: Path, start_worker: StartWorker
+    spec: ModelSpec, key_file: Path, worker: HandStarted
 ) -> None:
     """The wish for a path may arrive once a network heals, after its host gave the session up."""
-    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
-    address, key, session_id = parse_address(worker.address), read_key_file(key_file), bytes(range(16))
-    former = CutOff("far", address, started=None, key=key, session_id=session_id)
-    latter = HostSession("far", address, started=None, key=key, session_id=session_id)
-    try:
-        former.connect(timeout_s=READY_S)
-        greet(former, spec)
+    with greeted(spec, worker, key_file, CutOff, SESSION_ID) as (former, latter):
         with pytest.raises(WorkerTimeout, match="the network is cut"):
             former.attach(_core.SlotPlan(2, 1, 4096, 4096), "tcp", 1, timeout_s=READY_S)
         latter.connect(timeout_s=READY_S)
         greet(latter, spec)
         assert latter.ask_stats(timeout_s=READY_S)["calls"] == 0
-    finally:
-        former.close(seconds=0.0)
-        latter.close(seconds=0.0)
 
 
 def greet(session: HostSession, spec: ModelSpec) -> None:
@@ -172,9 +171,8 @@ def test_a_wrong_key_name_or_setting_is_refused_before_tls_carries_anything(
 
 
 def test_a_wrong_key_is_refused_and_the_worker_stays(
-    spec: ModelSpec, key_file: Path, tmp_path: Path, start_worker: StartWorker
+    spec: ModelSpec, key_file: Path, tmp_path: Path, worker: HandStarted
 ) -> None:
-    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
     other = tmp_path / "other.key"
     write_key_file(other)
     with pytest.raises(ProtocolError, match="worker far: key: the host's proof does not match"):
@@ -230,7 +228,7 @@ def test_a_killed_worker_is_lost_in_a_call_and_its_stale_socket_does_not_block_t
         worker.process.kill()
         worker.process.wait(READY_S)
         with pytest.raises(WorkerLost, match="far"):
-            runtime.experts(0, *dataclasses.astuple(make_batch(40)))
+            call(runtime)
     assert (tmp_path / "far.sock").exists()
     again = start_worker(Path(spec.path), address)
     with reach(spec, again.address) as runtime:
@@ -249,13 +247,12 @@ def test_a_live_workers_socket_is_never_stolen(spec: ModelSpec, tmp_path: Path, 
 
 
 def test_a_worker_forgets_a_host_that_was_killed_and_serves_the_next(
-    spec: ModelSpec, key_file: Path, start_worker: StartWorker
+    spec: ModelSpec, key_file: Path, worker: HandStarted
 ) -> None:
-    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
     child = os.fork()
     if child == 0:
         runtime = reach(spec, worker.address, key_file=key_file)
-        runtime.experts(0, *dataclasses.astuple(make_batch(4)))
+        call(runtime)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
 
@@ -270,11 +267,10 @@ def test_a_worker_forgets_a_host_that_was_killed_and_serves_the_next(
     assert wait_until(serves_again, READY_S)
 
 
-def test_strangers_cannot_keep_hosts_out(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
+def test_strangers_cannot_keep_hosts_out(spec: ModelSpec, key_file: Path, worker: HandStarted) -> None:
     """Silent connections that come back whenever they are dropped: every start of a host is served,
     at its first try.
     """
-    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
     host, _, port = worker.address.removeprefix("tcp://").rpartition(":")
     over = threading.Event()
 

@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.holders import launcher
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
-from tests.expert_cases import Expected, make_batch
+from tests.expert_cases import call, expected_of
 
 TRAPS = ("msgpack.py", "numpy.py", "socket.py", "logging.py", "sitecustomize.py", "usercustomize.py", "session.py",
          "dflash_moe/__init__.py", "startup.py")  # fmt: skip
@@ -42,9 +41,7 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check_a_call(spec: ModelSpec) -> None:
     with ExpertRuntime.start(Topology.local(), model=spec) as runtime:
-        batch = make_batch(5)
-        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, batch)
-        assert np.array_equal(runtime.experts(0, *dataclasses.astuple(batch)), expected)
+        assert np.array_equal(call(runtime), expected_of(runtime))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +20,8 @@ import pytest
 from dflash_moe.errors import WorkerLost, WorkerTimeout
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.topology import Emulate, Topology
-from tests.expert_cases import Batch, Expected, make_batch
+from dflash_moe.topology import Emulate
+from tests.expert_cases import Batch, Expected, local_topology, make_batch
 from tests.fault.conftest import wait_until
 
 CALL_TIMEOUT_S = 0.25
@@ -39,7 +37,7 @@ def timed_call(runtime: ExpertRuntime, batch: Batch) -> float:
     """The seconds of a call, which on a busy machine takes as long as it may."""
     started = time.monotonic()
     with contextlib.suppress(*LATE):
-        runtime.experts(0, *dataclasses.astuple(batch))
+        runtime.experts(0, *batch)
     return time.monotonic() - started
 
 
@@ -53,14 +51,12 @@ def signal_workers(runtime: ExpertRuntime, number: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [50, pytest.param(200, marks=pytest.mark.long)])
 def test_a_late_writer_never_changes_a_bit(spec: ModelSpec, rounds: int) -> None:
-    topology = Topology.local(num_workers=1)
     # The worker is slowed down so that the stop falls inside a call.
-    slowed = dataclasses.replace(topology.workers[0], emulate=Emulate(slowdown=16.0))
-    topology = dataclasses.replace(topology, workers=(slowed,))
+    topology = local_topology(1, emulate=Emulate(slowdown=16.0))
     order = random.Random(1)
     timeouts = compared = 0
     with ExpertRuntime.start(topology, model=spec, call_timeout_s=CALL_TIMEOUT_S, stall_timeout_s=60.0) as runtime:
-        oracle = Expected(Path(spec.path), runtime.placement, spec)
+        oracle = Expected(runtime.placement, spec)
         batches = [make_batch(400, seed=seed) for seed in range(8)]
         expected = [oracle.experts(0, batch) for batch in batches]
         call_s = min(timed_call(runtime, batches[0]) for _ in range(5))
@@ -71,7 +67,7 @@ def test_a_late_writer_never_changes_a_bit(spec: ModelSpec, rounds: int) -> None
             if time.monotonic() > deadline:
                 pytest.skip(f"this machine is too busy: {timeouts} time-outs and {compared} right answers in {number} rounds")
             try:
-                stopped = runtime.submit(0, *dataclasses.astuple(batches[number % 8]))
+                stopped = runtime.submit(0, *batches[number % 8])
                 # Where in the call the stop falls is the point of the test.
                 time.sleep(order.random() * 0.7 * call_s)
                 signal_workers(runtime, signal.SIGSTOP)
@@ -82,7 +78,7 @@ def test_a_late_writer_never_changes_a_bit(spec: ModelSpec, rounds: int) -> None
             for which in range(PRESSURE):
                 # A time-out here means that slots ran out and the path could not be renewed yet.
                 with contextlib.suppress(*LATE):
-                    pressing.append((which, runtime.submit(0, *dataclasses.astuple(batches[which]))))
+                    pressing.append((which, runtime.submit(0, *batches[which])))
             signal_workers(runtime, signal.SIGCONT)
             for which, one in pressing:
                 # What counts is that no answer is wrong, not that each comes.

@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,32 +21,16 @@ from dflash_moe.errors import DflashError, ProtocolError, WorkerError, WorkerLos
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Emulate, Topology
-from tests.expert_cases import Expected, make_batch
-from tests.fault.conftest import freeze, is_gone, wait_until
+from tests.expert_cases import call, expected_of, local_topology, make_batch
+from tests.fault.conftest import FAR, freeze, is_gone, kill, pids, states, wait_until
 
-# Limits that nothing here waits for: what ends before them ended for another reason.
-FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0}
-SOON_S = 45.0  # half of them; a busy machine is not that slow
+SOON_S = 45.0  # half of FAR's limits; a busy machine is not that slow
 SLOW = Emulate(slowdown=3000.0)  # a call takes a second at least; no test waits for its end
 
 
 def start(spec: ModelSpec, *, address: str | None = None, emulate: Emulate | None = None, **overrides: Any) -> ExpertRuntime:
-    topology = Topology.local(num_workers=2, address=address)
-    workers = tuple(dataclasses.replace(worker, emulate=emulate) for worker in topology.workers)
     # Calls do not wait for a worker to come back: this is about how they end.
-    return ExpertRuntime.start(dataclasses.replace(topology, workers=workers), model=spec, **{"park_s": 0, **overrides})
-
-
-def pids(runtime: ExpertRuntime) -> dict[str, int]:
-    return {process.name: process.pid for process in runtime.worker_processes()}
-
-
-def state_of(runtime: ExpertRuntime, worker: str) -> str:
-    return next(found.state for found in runtime.workers() if found.name == worker)
-
-
-def call(runtime: ExpertRuntime, num_tokens: int = 20) -> Any:
-    return runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens)))
+    return ExpertRuntime.start(local_topology(address=address, emulate=emulate), model=spec, **{"park_s": 0, **overrides})
 
 
 def call_until_lost(runtime: ExpertRuntime) -> None:
@@ -63,7 +46,7 @@ def test_a_worker_killed_in_a_call_is_lost_with_its_name_signal_and_log(
 ) -> None:
     with start(spec, address=address, emulate=SLOW, encryption=encryption, **FAR) as runtime:
         victims = pids(runtime)
-        waiting = runtime.submit(0, *dataclasses.astuple(make_batch(200)))
+        waiting = runtime.submit(0, *make_batch(200))
         os.kill(victims["w1"], signal.SIGKILL)
         with pytest.raises(WorkerLost) as caught:
             waiting.result(timeout=SOON_S)
@@ -93,7 +76,7 @@ def test_an_error_names_its_worker_in_a_field_and_quotes_that_workers_log_only(s
 def test_calls_after_a_loss_fail_at_once_and_leaving_the_block_raises_nothing(spec: ModelSpec) -> None:
     with start(spec, restart=False, **FAR) as runtime:
         call(runtime)
-        os.kill(pids(runtime)["w0"], signal.SIGKILL)
+        kill(runtime, "w0")
         started = time.monotonic()
         for _ in range(3):
             with pytest.raises(WorkerLost, match="w0"):
@@ -118,7 +101,7 @@ def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: Mode
 
 def test_a_mode_that_needs_new_slots_is_taken_without_a_lost_worker_and_fits_it_when_it_is_back(spec: ModelSpec) -> None:
     with start(spec, stall_timeout_s=0.5, call_timeout_s=90.0, batch_capacity=64, restart=False) as runtime:
-        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(600))
+        expected = expected_of(runtime, 600)
         call(runtime)
         freeze(pids(runtime)["w1"])
         with pytest.raises(WorkerLost, match="w1"):
@@ -129,9 +112,9 @@ def test_a_mode_that_needs_new_slots_is_taken_without_a_lost_worker_and_fits_it_
         assert runtime.stats()["slice_tokens"] == 4096
         with pytest.raises(WorkerLost, match="w1"):
             call(runtime)
-        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", SOON_S)
+        assert wait_until(lambda: states(runtime)["w1"] == "quarantined", SOON_S)
         runtime.release("w1")
-        assert wait_until(lambda: state_of(runtime, "w1") == "ready", SOON_S)
+        assert wait_until(lambda: states(runtime)["w1"] == "ready", SOON_S)
         assert np.array_equal(call(runtime, 600), expected)
 
 
@@ -142,8 +125,7 @@ def test_a_slow_but_working_worker_is_never_declared_dead(spec: ModelSpec) -> No
         started = time.monotonic()
         result = call(runtime, 4000)
         assert time.monotonic() - started > 1.1, "the emulated worker was too quick for this test to mean anything"
-        expected = Expected(Path(spec.path), runtime.placement, spec)
-        assert np.array_equal(result, expected.experts(0, make_batch(4000)))
+        assert np.array_equal(result, expected_of(runtime, 4000))
 
 
 def test_a_call_past_its_deadline_names_worker_layer_and_limit(spec: ModelSpec) -> None:
@@ -156,11 +138,10 @@ def test_a_call_past_its_deadline_names_worker_layer_and_limit(spec: ModelSpec) 
 
 def test_a_wait_limit_leaves_the_call_running(spec: ModelSpec) -> None:
     with start(spec, emulate=Emulate(delay_ms=100.0)) as runtime:
-        waiting = runtime.submit(0, *dataclasses.astuple(make_batch(100)))
+        waiting = runtime.submit(0, *make_batch(100))
         with pytest.raises(WorkerTimeout, match="goes on"):
             waiting.result(timeout=0.001)
-        expected = Expected(Path(spec.path), runtime.placement, spec)
-        assert np.array_equal(waiting.result(timeout=100), expected.experts(0, make_batch(100)))
+        assert np.array_equal(waiting.result(timeout=100), expected_of(runtime, 100))
 
 
 @pytest.mark.parametrize(
@@ -185,8 +166,7 @@ def test_garbage_on_the_data_path_is_a_typed_error_and_never_a_number(spec: Mode
         with ExpertRuntime.start(
             Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, park_s=0, **FAR
         ) as runtime:
-            expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
-            assert np.array_equal(call(runtime), expected)
+            assert np.array_equal(call(runtime), expected_of(runtime))
             with pytest.raises((WorkerError, ProtocolError), match="w0"):
                 call(runtime)
 
@@ -198,10 +178,9 @@ def test_a_dropped_reply_times_out_and_the_next_call_is_right(spec: ModelSpec) -
     with ExpertRuntime.start(
         Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=3.0
     ) as runtime:
-        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
         with pytest.raises(WorkerTimeout, match="w0"):
             call(runtime)
-        assert np.array_equal(call(runtime), expected)
+        assert np.array_equal(call(runtime), expected_of(runtime))
         assert runtime.stats()["workers"]["w0"]["quarantined_slots"] == 1
 
 
@@ -219,11 +198,10 @@ def test_quarantined_slots_are_renewed_before_they_run_out(spec: ModelSpec) -> N
     with ExpertRuntime.start(
         Topology.local(num_workers=1), model=spec, mode="batched", _channel_decorator=decorate, **FAR
     ) as runtime:
-        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
         for _ in range(2):  # callers who give up long before the worker is missed
             with pytest.raises(WorkerTimeout, match="goes on"):
-                runtime.submit(0, *dataclasses.astuple(make_batch(20))).result(timeout=0.1)
-        assert np.array_equal(call(runtime), expected)
+                runtime.submit(0, *make_batch(20)).result(timeout=0.1)
+        assert np.array_equal(call(runtime), expected_of(runtime))
         assert generation == 2
         assert runtime.stats()["workers"]["w0"]["quarantined_slots"] == 0
 
@@ -257,7 +235,7 @@ def test_a_runtime_that_nobody_closed_ends_its_workers_when_it_is_collected(spec
 
 def test_stats_of_a_lost_worker_say_so_instead_of_hanging(spec: ModelSpec) -> None:
     with start(spec, start_timeout_s=90.0, restart=False, **FAR) as runtime:
-        os.kill(pids(runtime)["w0"], signal.SIGKILL)
+        kill(runtime, "w0")
         started = time.monotonic()
         with pytest.raises(DflashError, match="w0"):
             runtime.worker_stats()

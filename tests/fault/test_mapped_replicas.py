@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -23,12 +22,10 @@ from dflash_moe.holders.audit.golden import GoldenRows
 from dflash_moe.holders.session import HostSession
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch, make_checkpoint, tiny_spec
-from tests.fault.conftest import StartWorker, is_gone, wait_until
+from tests.expert_cases import call, make_checkpoint, tiny_spec
+from tests.fault.conftest import FAR, StartWorker, is_gone, pids, state_of, states, wait_until
 from tests.fault.test_host_fallback import flip_a_weight
 
-# A limit that nothing here waits for: what goes on before it went on for another reason.
-FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0, "restart_backoff_ms": (10.0, 100.0)}
 BACK_S = 60.0
 
 
@@ -37,16 +34,12 @@ def start(spec: ModelSpec, *workers: str, replicas: int = 2, **overrides: Any) -
     names = ["far" if "address: '" in rest else f"w{number}" for number, rest in enumerate(workers)]
     lines = "".join(f"  - {{name: {name}, threads: 1, {rest}}}\n" for name, rest in zip(names, workers, strict=True))
     topology = Topology.parse(f"version: 1\nplacement: {{replicas: {replicas}}}\nworkers:\n{lines}")
-    return ExpertRuntime.start(topology, model=spec, **{**FAR, **overrides})
-
-
-def call(runtime: ExpertRuntime, num_tokens: int = 7) -> np.ndarray[Any, Any]:
-    return np.array(runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens))))
+    return ExpertRuntime.start(topology, model=spec, **{**FAR, "restart_backoff_ms": (10.0, 100.0), **overrides})
 
 
 def kill(runtime: ExpertRuntime, worker: str) -> None:
     """Returns once the worker answers nothing any more, which a killed process may still do."""
-    pid = {process.name: process.pid for process in runtime.worker_processes()}[worker]
+    pid = pids(runtime)[worker]
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: is_gone(pid), BACK_S)
 
@@ -146,10 +139,9 @@ def test_a_worker_that_comes_back_to_other_bytes_never_joins(tmp_path: Path, mon
         right = call(runtime)
         flip_a_weight(tmp_path / "ours")
         kill(runtime, "w1")
-        assert wait_until(lambda: {one.name: one.state for one in runtime.workers()}["w1"] == "quarantined", BACK_S)
-        reason = {one.name: one.reason for one in runtime.workers()}["w1"]
+        assert wait_until(lambda: states(runtime)["w1"] == "quarantined", BACK_S)
         # Which of two comparisons finds it first depends on what was learned before the loss.
-        assert "content checksum" in reason, reason
+        assert "content checksum" in state_of(runtime, "w1").reason
         assert np.array_equal(call(runtime), right)
 
 

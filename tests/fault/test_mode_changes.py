@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import signal
@@ -25,9 +24,9 @@ from dflash_moe.holders.session import HostSession
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch
-from tests.fault.conftest import freeze, is_gone, wait_until
-from tests.fault.test_replicas import expected, pids, start
+from tests.expert_cases import call, make_batch
+from tests.fault.conftest import freeze, is_gone, kill, pids, wait_until
+from tests.fault.test_replicas import expected, start
 
 # Far above what any of these needs, so that nothing of it passes within a test.
 NEVER_S = 300.0
@@ -37,10 +36,6 @@ SMALL = {"mode": "batched", "batch_capacity": 64}
 WIDE = 4096
 
 Attach = Callable[..., Any]
-
-
-def call(runtime: ExpertRuntime, num_tokens: int = 7) -> np.ndarray[Any, Any]:
-    return np.array(runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens))))
 
 
 def state_of(runtime: ExpertRuntime, worker: str) -> tuple[str, int]:
@@ -99,7 +94,7 @@ def test_the_host_stands_in_for_a_worker_whose_path_is_late(spec: ModelSpec) -> 
         freeze(frozen)  # nothing is asked of it, so that no call suspects it
         try:
             runtime.set_mode("batched", batch_capacity=WIDE)
-            assert np.array_equal(call(runtime), right)
+            assert np.array_equal(call(runtime, 7), right)
             assert path_of(runtime, "w1") == "worn"
             assert runtime.stats()["fallback"]["calls"] > 0
         finally:
@@ -142,7 +137,7 @@ def test_a_worker_that_does_not_answer_in_a_change_of_mode_is_lost_and_comes_bac
 def test_a_worker_that_dies_in_a_change_of_mode_ends_it_for_nobody(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     right = expected(spec, [7])[7]
     with start(spec, replicas=2, restart=False, **SMALL) as runtime:
-        assert np.array_equal(call(runtime), right)
+        assert np.array_equal(call(runtime, 7), right)
         victim = pids(runtime)["w1"]
 
         def kill(_session: HostSession) -> None:
@@ -153,7 +148,7 @@ def test_a_worker_that_dies_in_a_change_of_mode_ends_it_for_nobody(spec: ModelSp
         runtime.set_mode("batched", batch_capacity=WIDE)
         assert runtime.settings.batch_capacity == WIDE
         for _ in range(5):
-            assert np.array_equal(call(runtime), right)
+            assert np.array_equal(call(runtime, 7), right)
         assert wait_until(lambda: state_of(runtime, "w1")[0] == "quarantined", SOON_S)
 
 
@@ -178,7 +173,7 @@ def test_what_this_host_lacks_leaves_the_former_settings_and_blames_nobody(
             assert caught.value.code == "system"
             assert runtime.settings == former
             assert runtime.stats()["mode"] == "batched"
-        waiting = runtime.submit(0, *dataclasses.astuple(make_batch(600)))
+        waiting = runtime.submit(0, *make_batch(600))
         assert not waiting.done()
         lacks.clear()
         assert np.array_equal(np.asarray(waiting.result(timeout=SOON_S)), right[600])
@@ -188,8 +183,18 @@ def test_what_this_host_lacks_leaves_the_former_settings_and_blames_nobody(
         assert runtime.stats()["mode"] == "stream"
 
 
-def changed_meanwhile(runtime: ExpertRuntime, is_asked: threading.Event, may_answer: threading.Event) -> None:
-    """Changes the mode while a worker is asked for a path, and does not answer before the end."""
+def change_meanwhile(runtime: ExpertRuntime, monkeypatch: pytest.MonkeyPatch, worker: str, begin: Callable[[], None]) -> None:
+    """Changes the mode while a worker is asked for a path, which `begin` leads to, and does not
+    answer before the end.
+    """
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def hold_up(_session: HostSession) -> None:
+        is_asked.set()
+        may_answer.wait(NEVER_S)
+
+    on_attach(monkeypatch, worker, hold_up)
+    begin()
     assert is_asked.wait(SOON_S)
     try:
         changing = threading.Thread(target=runtime.set_mode, args=("batched",), kwargs={"batch_capacity": WIDE})
@@ -207,15 +212,7 @@ def test_a_worker_that_comes_back_holds_up_no_change_of_mode_and_gets_the_new_sl
 ) -> None:
     right = expected(spec, [600])[600]
     with start(spec, replicas=2, restart_backoff_ms=(10, 50), **SMALL) as runtime:
-        is_asked, may_answer = threading.Event(), threading.Event()
-
-        def hold_up(_session: HostSession) -> None:
-            is_asked.set()
-            may_answer.wait(NEVER_S)
-
-        on_attach(monkeypatch, "w1", hold_up)
-        os.kill(pids(runtime)["w1"], signal.SIGKILL)
-        changed_meanwhile(runtime, is_asked, may_answer)
+        change_meanwhile(runtime, monkeypatch, "w1", lambda: kill(runtime, "w1"))
         assert np.array_equal(call(runtime, 600), right)
         assert wait_until(lambda: state_of(runtime, "w1") == ("ready", 1), SOON_S)
         assert runtime._fleet.members["w1"].slots.rows >= WIDE
@@ -228,16 +225,8 @@ def test_a_worker_that_is_added_holds_up_no_change_of_mode_and_gets_the_new_slot
 ) -> None:
     right = expected(spec, [600])[600]
     with ExpertRuntime.start(Topology.local(num_workers=2), model=spec, **SMALL) as runtime:
-        is_asked, may_answer = threading.Event(), threading.Event()
-
-        def hold_up(_session: HostSession) -> None:
-            is_asked.set()
-            may_answer.wait(NEVER_S)
-
-        on_attach(monkeypatch, "w2", hold_up)
         adding = threading.Thread(target=runtime.add_worker, args=({"name": "w2", "threads": 1},))
-        adding.start()
-        changed_meanwhile(runtime, is_asked, may_answer)
+        change_meanwhile(runtime, monkeypatch, "w2", adding.start)
         adding.join(SOON_S)
         assert runtime._fleet.members["w2"].slots.rows >= WIDE
         assert np.array_equal(call(runtime, 600), right)

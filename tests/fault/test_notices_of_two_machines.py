@@ -17,8 +17,7 @@ from dflash_moe.cli.generate.generate_report import carried
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import control
-from dflash_moe.topology import Topology
-from tests.fault.conftest import StartWorker, wait_until
+from tests.fault.conftest import StartWorker, far_topology, wait_until
 
 BACK_S = 120.0
 
@@ -33,16 +32,13 @@ def test_each_coming_and_going_is_told_once_with_its_way(
     monkeypatch.delenv("DFLASH_MOE_HOST_FALLBACK")
     options = ("--key-file", str(key_file), "--encryption", "on")
     worker = start_worker(Path(spec.path), "tcp://127.0.0.1:0", *options)
-    topology = Topology.parse(
-        f"version: 1\nworkers: [{{name: near, threads: 1}}, {{name: far, threads: 1, address: '{worker.address}'}}]\n"
-    )
     caplog.set_level(logging.INFO, logger="dflash_moe.notices")
     told = [("INFO", f"worker far at {worker.address} is connected (TCP, encrypted)")]
 
     def all_told() -> list[tuple[str, str]]:
         return [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "dflash_moe.notices"]
 
-    with ExpertRuntime.start(topology, model=spec, key_file=key_file, encryption="on") as runtime:
+    with ExpertRuntime.start(far_topology(worker.address), model=spec, key_file=key_file, encryption="on") as runtime:
         for number, level, going in (
             (signal.SIGTERM, "INFO", "has left: it was told to stop"),
             (signal.SIGKILL, "WARNING", "is lost: hung up"),

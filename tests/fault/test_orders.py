@@ -5,10 +5,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +23,8 @@ from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import control
 from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch
-from tests.fault.conftest import freeze, wait_until
+from tests.expert_cases import call, local_topology, make_batch
+from tests.fault.conftest import freeze, kill, pids, states, wait_until
 
 SOON_S = 120.0
 ME = str(os.getpid())
@@ -35,23 +32,13 @@ ME = str(os.getpid())
 
 @pytest.fixture
 def runtime(spec: ModelSpec) -> Iterator[ExpertRuntime]:
-    topology = Topology.local(num_workers=2)
-    topology = dataclasses.replace(topology, placement=dataclasses.replace(topology.placement, replicas=2))
-    with ExpertRuntime.start(topology, model=spec, restart_deaths=1) as runtime:
+    with ExpertRuntime.start(local_topology(replicas=2), model=spec, restart_deaths=1) as runtime:
         yield runtime
 
 
 def order(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dflash_moe", "workers", "--pid", ME, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=SOON_S)
-
-
-def states(runtime: ExpertRuntime) -> dict[str, str]:
-    return {one.name: one.state for one in runtime.workers()}
-
-
-def call(runtime: ExpertRuntime) -> np.ndarray[Any, Any]:
-    return np.asarray(runtime.experts(0, *dataclasses.astuple(make_batch(7))))
 
 
 def test_workers_are_listed_added_drained_restarted_and_released(runtime: ExpertRuntime, tmp_path: Path) -> None:
@@ -69,10 +56,10 @@ def test_workers_are_listed_added_drained_restarted_and_released(runtime: Expert
     assert states(runtime) == dict.fromkeys(("w0", "w1", "w2"), "ready")
     assert order("drain", "w0", "--drain-s", "5").returncode == 0
     assert states(runtime) == dict.fromkeys(("w1", "w2"), "ready")
-    before = {one.name: one.pid for one in runtime.worker_processes()}
+    before = pids(runtime)
     assert order("restart", "w1").returncode == 0
-    assert {one.name: one.pid for one in runtime.worker_processes()}["w1"] != before["w1"]
-    os.kill(before["w2"], signal.SIGKILL)
+    assert pids(runtime)["w1"] != before["w1"]
+    kill(runtime, "w2")
     assert wait_until(lambda: states(runtime)["w2"] == "quarantined", SOON_S)
     assert "w2: " in order("list").stdout
     assert order("release", "w2").returncode == 0
@@ -169,8 +156,7 @@ def test_nothing_is_left_of_the_socket_after_the_runtime(spec: ModelSpec) -> Non
 
 
 def test_close_ends_an_order_that_is_under_way(spec: ModelSpec) -> None:
-    topology = Topology.local(num_workers=2)
-    runtime = ExpertRuntime.start(topology, model=spec)
+    runtime = ExpertRuntime.start(Topology.local(num_workers=2), model=spec)
     errors: list[BaseException] = []
 
     def ask() -> None:
@@ -179,8 +165,8 @@ def test_close_ends_an_order_that_is_under_way(spec: ModelSpec) -> None:
         except DflashError as error:
             errors.append(error)
 
-    freeze(next(one.pid for one in runtime.worker_processes() if one.name == "w0"))
-    runtime.submit(0, *dataclasses.astuple(make_batch(200)))
+    freeze(pids(runtime)["w0"])
+    runtime.submit(0, *make_batch(200))
     asking = threading.Thread(target=ask)
     asking.start()
     assert wait_until(lambda: states(runtime)["w0"] == "draining", SOON_S)

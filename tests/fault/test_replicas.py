@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
@@ -18,27 +17,12 @@ import pytest
 from dflash_moe.errors import WorkerLost
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch
-from tests.fault.conftest import freeze
-
-# A limit that nothing here waits for: what goes on before it went on for another reason.
-FAR = {"stall_timeout_s": 90.0, "call_timeout_s": 90.0}
-ADDRESSES = [None, "unix", "tcp"]
+from tests.expert_cases import call, local_topology, make_batch
+from tests.fault.conftest import FAR, freeze, kill, pids
 
 
-def start(spec: ModelSpec, *, replicas: int, workers: int = 2, address: str | None = None, **overrides: Any) -> ExpertRuntime:
-    topology = Topology.local(num_workers=workers, address=address)
-    placement = dataclasses.replace(topology.placement, replicas=replicas)
-    return ExpertRuntime.start(dataclasses.replace(topology, placement=placement), model=spec, **{**FAR, **overrides})
-
-
-def pids(runtime: ExpertRuntime) -> dict[str, int]:
-    return {process.name: process.pid for process in runtime.worker_processes()}
-
-
-def call(runtime: ExpertRuntime, num_tokens: int) -> np.ndarray[Any, Any]:
-    return np.asarray(runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens))))
+def start(spec: ModelSpec, *, replicas: int, address: str | None = None, **overrides: Any) -> ExpertRuntime:
+    return ExpertRuntime.start(local_topology(replicas=replicas, address=address), model=spec, **{**FAR, **overrides})
 
 
 def call_often(runtime: ExpertRuntime) -> None:
@@ -53,7 +37,7 @@ def expected(spec: ModelSpec, sizes: list[int]) -> dict[int, np.ndarray[Any, Any
         return {size: call(runtime, size) for size in sizes}
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("address", [None, "unix", "tcp"])
 def test_a_killed_worker_costs_no_call_and_no_bit(spec: ModelSpec, address: str | None) -> None:
     sizes = [1, 7, 200]
     right = expected(spec, sizes)
@@ -62,8 +46,8 @@ def test_a_killed_worker_costs_no_call_and_no_bit(spec: ModelSpec, address: str 
             assert np.array_equal(call(runtime, size), right[size])
         before = runtime.stats()["totals"]
         assert before["failovers"] == 0
-        waiting = [runtime.submit(0, *dataclasses.astuple(make_batch(200))) for _ in range(3)]
-        os.kill(pids(runtime)["w1"], signal.SIGKILL)
+        waiting = [runtime.submit(0, *make_batch(200)) for _ in range(3)]
+        kill(runtime, "w1")
         for one in waiting:
             assert np.array_equal(np.asarray(one.result()), right[200])
         for _ in range(5):
@@ -106,8 +90,7 @@ def test_a_frozen_worker_is_answered_for_and_is_not_given_up(spec: ModelSpec) ->
 def test_with_all_holders_gone_the_error_names_them(spec: ModelSpec) -> None:
     with start(spec, replicas=2, restart=False) as runtime:
         call(runtime, 7)
-        for pid in pids(runtime).values():
-            os.kill(pid, signal.SIGKILL)
+        kill(runtime, "w0", "w1")
         with pytest.raises(WorkerLost) as caught:
             call_often(runtime)
         assert "worker w0 was lost" in str(caught.value)

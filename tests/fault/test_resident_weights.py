@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import struct
 import subprocess
@@ -24,20 +23,20 @@ from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.topology import Topology
 from dflash_moe.workers.resident import ResidentWeights, StoreKind
-from tests.expert_cases import Expected, make_batch
+from tests.expert_cases import call, expected_of
 from tests.fault.conftest import StartWorker, wait_until
 
 BACK_S = 90.0
-BATCH = make_batch(24)
 # Starts a host on the worker at sys.argv[2], calls it once, and dies without a goodbye.
 DYING_HOST = """
-import dataclasses, os, signal, sys
+import os, signal, sys
 from pathlib import Path
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch, tiny_spec
+from tests.expert_cases import call, tiny_spec
+
 runtime = ExpertRuntime.start(Topology.parse(sys.argv[2]), model=tiny_spec(Path(sys.argv[1])))
-runtime.experts(0, *dataclasses.astuple(make_batch(24)))
+call(runtime)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -65,8 +64,7 @@ def resident_bytes(runtime: ExpertRuntime) -> int:
 
 
 def check_bits(runtime: ExpertRuntime) -> None:
-    expected = Expected(Path(runtime.spec.path), runtime.placement, runtime.spec).experts(0, BATCH)
-    assert np.array_equal(runtime.experts(0, *dataclasses.astuple(BATCH)), expected)
+    assert np.array_equal(call(runtime), expected_of(runtime))
 
 
 @pytest.mark.parametrize("layout", ["packed", "mapped"])

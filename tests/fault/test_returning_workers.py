@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import shutil
@@ -24,34 +23,32 @@ import pytest
 from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.holders.fleet import Fleet
-from dflash_moe.holders.holder import WorkerState
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
-from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
-from tests.fault.conftest import StartWorker, calls_of_two, children_of, freeze, is_gone, pid_of, wait_until
+from tests.expert_cases import call, expected_of, make_batch, make_checkpoint, tiny_spec
+from tests.fault.conftest import (
+    StartWorker,
+    calls_of_two,
+    children_of,
+    far_topology,
+    flip_a_bit,
+    freeze,
+    is_gone,
+    kill,
+    pids,
+    state_of,
+    wait_until,
+)
 
 # A busy machine starts a worker in much less; a test that does not fail never waits so long.
 BACK_S = 90.0
 # Pauses that no test has to wait for, and deaths that none of them reaches.
 QUICK: dict[str, Any] = {"restart_backoff_ms": (10, 50), "restart_deaths": 1000}
-BATCH = make_batch(40)
 
 
 def start(spec: ModelSpec, num_workers: int = 2, *, address: str | None = None, **overrides: Any) -> ExpertRuntime:
     topology = Topology.local(num_workers=num_workers, address=address)
     return ExpertRuntime.start(topology, model=spec, **{**QUICK, **overrides})
-
-
-def state_of(runtime: ExpertRuntime, worker: str) -> WorkerState:
-    return next(found for found in runtime.workers() if found.name == worker)
-
-
-def call(runtime: ExpertRuntime) -> Any:
-    return runtime.experts(0, *dataclasses.astuple(BATCH))
-
-
-def expected_of(runtime: ExpertRuntime) -> Any:
-    return Expected(Path(runtime.spec.path), runtime.placement, runtime.spec).experts(0, BATCH)
 
 
 def is_away(runtime: ExpertRuntime, worker: str) -> bool:
@@ -68,8 +65,7 @@ def test_calls_wait_for_a_killed_worker_and_none_of_them_fails(spec: ModelSpec, 
         expected = expected_of(runtime)
         with calls_of_two(partial(call, runtime)) as found:
             for deaths in (1, 2):
-                for worker in ("w0", "w1"):
-                    os.kill(pid_of(runtime, worker), signal.SIGKILL)
+                kill(runtime, "w0", "w1")
                 for worker in ("w0", "w1"):
                     assert wait_until(is_back(runtime, worker, deaths), BACK_S)
         assert found
@@ -83,7 +79,7 @@ def test_a_started_worker_killed_under_load_is_back_by_itself_with_equal_bits(sp
         victims = []
         with calls_of_two(partial(call, runtime)) as found:
             for deaths in (1, 2, 3):
-                victims.append(pid_of(runtime, "w1"))
+                victims.append(pids(runtime)["w1"])
                 os.kill(victims[-1], signal.SIGKILL)
                 assert wait_until(is_back(runtime, "w1", deaths), BACK_S)
         errors = [one for one in found if isinstance(one, Exception)]
@@ -98,9 +94,9 @@ def test_a_started_worker_killed_under_load_is_back_by_itself_with_equal_bits(sp
 
 def test_the_loss_says_what_is_done_about_it(spec: ModelSpec) -> None:
     with start(spec, park_s=0) as runtime:
-        pid = pid_of(runtime, "w1")
+        pid = pids(runtime)["w1"]
         freeze(pid)
-        waiting = runtime.submit(0, *dataclasses.astuple(BATCH))
+        waiting = runtime.submit(0, *make_batch(20))
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerLost) as caught:
             waiting.result(timeout=BACK_S)
@@ -113,7 +109,7 @@ def test_the_loss_says_what_is_done_about_it(spec: ModelSpec) -> None:
 def test_an_idle_worker_that_dies_is_back_before_anybody_calls(spec: ModelSpec) -> None:
     with start(spec) as runtime:
         expected = expected_of(runtime)
-        os.kill(pid_of(runtime, "w0"), signal.SIGKILL)
+        kill(runtime, "w0")
         assert wait_until(is_back(runtime, "w0", 1), BACK_S)
         assert np.array_equal(call(runtime), expected)
 
@@ -121,7 +117,7 @@ def test_an_idle_worker_that_dies_is_back_before_anybody_calls(spec: ModelSpec) 
 def test_a_stopped_worker_is_replaced_and_its_process_does_not_stay(spec: ModelSpec) -> None:
     with start(spec, stall_timeout_s=0.5, park_s=0) as runtime:
         expected = expected_of(runtime)
-        pid = pid_of(runtime, "w1")
+        pid = pids(runtime)["w1"]
         freeze(pid)
         with pytest.raises(WorkerLost, match="no progress"):
             call(runtime)
@@ -142,7 +138,7 @@ def test_a_crash_loop_is_left_alone_and_release_starts_it_again(spec: ModelSpec,
     monkeypatch.setattr(Fleet, "load_again", die)
     with start(spec, restart_deaths=4) as runtime:
         expected = expected_of(runtime)
-        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        kill(runtime, "w1")
         assert wait_until(lambda: state_of(runtime, "w1").state == "quarantined", BACK_S)
         found = state_of(runtime, "w1")
         assert found.deaths == 4
@@ -173,7 +169,7 @@ def test_a_loading_that_never_answers_ends_at_its_limit_and_is_tried_again(
 
     monkeypatch.setattr(Fleet, "load_again", hang)
     with start(spec, start_timeout_s=5.0) as runtime:
-        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        kill(runtime, "w1")
         assert wait_until(is_back(runtime, "w1", 2), BACK_S)
         assert is_gone(frozen[0])
         assert np.array_equal(call(runtime), expected_of(runtime))
@@ -196,7 +192,7 @@ def test_close_in_the_middle_of_a_return_leaves_nothing(spec: ModelSpec, monkeyp
     runtime = start(spec)
     try:
         is_started.set()
-        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        kill(runtime, "w1")
         assert wait_until(lambda: bool(frozen), BACK_S)
     finally:
         started = time.monotonic()
@@ -209,7 +205,7 @@ def test_close_in_the_middle_of_a_return_leaves_nothing(spec: ModelSpec, monkeyp
 
 def test_a_runtime_that_nobody_closed_leaves_no_returning_worker(spec: ModelSpec) -> None:
     runtime = start(spec)
-    os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+    kill(runtime, "w1")
     assert wait_until(partial(is_away, runtime, "w1"), BACK_S)
     del runtime
     gc.collect()
@@ -227,7 +223,7 @@ def test_a_forked_child_is_refused_and_disturbs_no_return(spec: ModelSpec) -> No
                 code = 0 if "parent process" in str(error) else 2
             runtime.close()
             os._exit(code)
-        os.kill(pid_of(runtime, "w1"), signal.SIGKILL)
+        kill(runtime, "w1")
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert wait_until(is_back(runtime, "w1", 1), BACK_S)
         assert np.array_equal(call(runtime), expected_of(runtime))
@@ -237,10 +233,7 @@ def test_a_forked_child_is_refused_and_disturbs_no_return(spec: ModelSpec) -> No
 
 
 def reach(spec: ModelSpec, address: str, **overrides: Any) -> ExpertRuntime:
-    topology = Topology.parse(
-        f"version: 1\nworkers:\n  - {{name: near, threads: 1}}\n  - {{name: far, threads: 1, address: '{address}'}}\n"
-    )
-    return ExpertRuntime.start(topology, model=spec, **{**QUICK, **overrides})
+    return ExpertRuntime.start(far_topology(address), model=spec, **{**QUICK, **overrides})
 
 
 def test_a_worker_started_by_hand_is_dialled_until_it_is_back(
@@ -280,14 +273,6 @@ def test_a_worker_started_by_hand_that_was_stopped_is_back_once_it_goes_on(
         assert worker.process.poll() is None
 
 
-def flip_a_weight(checkpoint: Path) -> None:
-    """Changes one bit that no sample of the fingerprint reads."""
-    file = next(checkpoint.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-5001] ^= 1
-    file.write_bytes(content)
-
-
 def test_a_worker_whose_checkpoint_changed_meanwhile_is_refused_and_says_so(tmp_path: Path, start_worker: StartWorker) -> None:
     spec = tiny_spec(make_checkpoint(tmp_path / "ours"))
     theirs = tmp_path / "theirs"
@@ -298,7 +283,7 @@ def test_a_worker_whose_checkpoint_changed_meanwhile_is_refused_and_says_so(tmp_
         expected = expected_of(runtime)
         worker.process.kill()
         worker.process.wait(60)
-        flip_a_weight(theirs)
+        flip_a_bit(theirs)
         second = start_worker(theirs, address)
         assert wait_until(lambda: state_of(runtime, "far").state == "quarantined", BACK_S)
         reason = state_of(runtime, "far").reason
@@ -308,7 +293,7 @@ def test_a_worker_whose_checkpoint_changed_meanwhile_is_refused_and_says_so(tmp_
             call(runtime)
         second.process.kill()
         second.process.wait(60)
-        flip_a_weight(theirs)
+        flip_a_bit(theirs)
         start_worker(theirs, address)
         runtime.release("far")
         assert wait_until(lambda: state_of(runtime, "far").state == "ready", BACK_S)

@@ -6,9 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,9 +18,9 @@ import pytest
 
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.topology import Emulate, Topology
-from tests.expert_cases import Expected, make_batch, tiny_spec
-from tests.fault.conftest import freeze
+from dflash_moe.topology import Emulate
+from tests.expert_cases import expected_of, local_topology, make_batch, tiny_spec
+from tests.fault.conftest import first_line, freeze
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_TIMEOUT_S = 2.0
@@ -34,12 +32,11 @@ LATER_S = 0.2
 
 def main(directory: str) -> None:
     """The host: makes one call, which takes a quarter of its time, and says how it ended."""
-    spec, topology = tiny_spec(Path(directory)), Topology.local(num_workers=2)
-    slow = tuple(dataclasses.replace(worker, emulate=Emulate(delay_ms=250.0)) for worker in topology.workers)
-    topology = dataclasses.replace(topology, workers=slow)
-    with ExpertRuntime.start(topology, model=spec, call_timeout_s=CALL_TIMEOUT_S, stall_timeout_s=1.0) as runtime:
-        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(8))
-        call = runtime.submit(0, *dataclasses.astuple(make_batch(8)))
+    topology = local_topology(emulate=Emulate(delay_ms=250.0))
+    limits = {"call_timeout_s": CALL_TIMEOUT_S, "stall_timeout_s": 1.0}
+    with ExpertRuntime.start(topology, model=tiny_spec(Path(directory)), **limits) as runtime:
+        expected = expected_of(runtime, 8)
+        call = runtime.submit(0, *make_batch(8))
         print("ready", *(process.pid for process in runtime.worker_processes()), flush=True)
         is_right = np.array_equal(call.result(), expected)
         print("right" if is_right else "wrong", *(worker.state for worker in runtime.workers()), flush=True)
@@ -49,11 +46,9 @@ def main(directory: str) -> None:
 def test_a_host_that_was_stopped_in_a_call_blames_nobody(spec: ModelSpec, stops_workers: bool) -> None:
     command = [sys.executable, "-c", f"from tests.fault.test_stopped_host import main; main({spec.path!r})"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as host:
-        assert host.stdout is not None
-        readable, _, _ = select.select([host.stdout], [], [], 60)
-        word, *pids = host.stdout.readline().split() if readable else ["timed out"]
+        word, _, pids = first_line(host).partition(" ")
         assert word == "ready"
-        workers = [int(pid) for pid in pids] if stops_workers else []
+        workers = [int(pid) for pid in pids.split()] if stops_workers else []
         for pid in (host.pid, *workers):
             freeze(pid)
         time.sleep(STOP_S)  # what is tested takes this long

@@ -15,8 +15,7 @@ import pytest
 
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.topology import Topology
-from tests.fault.conftest import StartWorker
+from tests.fault.conftest import StartWorker, far_topology
 
 END_S = 200
 # Serves hosts that say goodbye and then, a little later each time, send the process a signal.
@@ -75,8 +74,7 @@ def test_a_worker_stops_in_the_middle_of_a_session(
     spec: ModelSpec, tmp_path: Path, start_worker: StartWorker, number: signal.Signals
 ) -> None:
     worker = start_worker(Path(spec.path), f"unix://{tmp_path}/far.sock")
-    topology = f"version: 1\nworkers: [{{name: far, threads: 1, address: '{worker.address}'}}]\n"
-    with ExpertRuntime.start(Topology.parse(topology), model=spec):
+    with ExpertRuntime.start(far_topology(worker.address, has_near=False), model=spec):
         worker.process.send_signal(number)
         _, stderr = worker.process.communicate(timeout=END_S)
     assert worker.process.returncode == 130

@@ -23,7 +23,7 @@ from dflash_moe.model.expert_tensors import expert_sources
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import auth
 from dflash_moe.topology import Topology
-from tests.fault.conftest import StartWorker
+from tests.fault.conftest import StartWorker, flip_a_bit
 
 DAMAGED = "layers.1.experts.6.down"  # at the second of two holders
 
@@ -35,10 +35,7 @@ def damaged(spec: ModelSpec, tmp_path: Path) -> Path:
     """
     copy = Path(shutil.copytree(spec.path, tmp_path / "damaged"))
     info = Checkpoint.open(copy).tensors[DAMAGED]
-    file = copy / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[info.offset + 5] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(copy, info.offset + 5)
     assert Checkpoint.open(copy).fingerprint() == spec.fingerprint, "it has to be accepted at hello"
     return copy
 

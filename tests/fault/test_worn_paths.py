@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import signal
@@ -22,7 +21,7 @@ from dflash_moe.holders import path_keeper
 from dflash_moe.holders.fleet import Fleet
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
-from tests.expert_cases import make_batch
+from tests.expert_cases import call, make_batch
 from tests.fault.conftest import freeze, wait_until
 
 # Far above what any of these needs, so that nothing of it passes within a test.
@@ -39,7 +38,7 @@ def with_worn_paths(spec: ModelSpec) -> Iterator[ExpertRuntime]:
             freeze(first)
             freeze(second)
             while path_of(runtime, "w1") != "worn":
-                runtime.submit(0, *dataclasses.astuple(make_batch(8, seed=1)))._call.abandon()
+                runtime.submit(0, *make_batch(8))._call.abandon()
             os.kill(second, signal.SIGCONT)
             yield runtime
         finally:
@@ -83,7 +82,7 @@ def test_a_worker_that_stands_still_when_its_path_is_to_be_renewed_is_replaced(s
         retire(runtime)
         assert wait_until(lambda: (found := runtime.workers()[0]).state == "ready" and found.deaths == 1, 90)
         assert not os.path.exists(f"/proc/{frozen}")
-        runtime.experts(0, *dataclasses.astuple(make_batch(8, seed=1)))
+        call(runtime)
 
 
 @pytest.mark.timeout(120)
@@ -100,7 +99,7 @@ def test_a_change_of_mode_that_waits_for_another_ends_with_the_runtime(spec: Mod
         runtime._client.hold(60.0)
         changing = threading.Thread(target=change)
         changing.start()
-        call = runtime.submit(0, *dataclasses.astuple(make_batch(8, seed=1)))
+        call = runtime.submit(0, *make_batch(8))
         assert not call.done()
     with pytest.raises(DflashError, match="the runtime was closed before this call was done"):
         call.result(timeout=60)
@@ -122,7 +121,7 @@ def test_a_path_that_could_not_be_renewed_at_first_comes_back(spec: ModelSpec, m
         retire(runtime)
         assert wait_until(lambda: path_of(runtime, "w0") == "fresh", 60)
         assert not failures
-        runtime.experts(0, *dataclasses.astuple(make_batch(8, seed=1)))
+        call(runtime)
 
 
 def test_a_runtime_may_be_collected_on_a_thread_of_its_own(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
