@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, Worker
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.topology import Topology
-from tests.expert_cases import NUM_EXPERTS, Expected, make_batch, make_checkpoint, tiny_spec
+from tests.expert_cases import NUM_EXPERTS, Batch, Expected, make_batch, make_checkpoint, tiny_spec
 
 torch = pytest.importorskip("torch")
 
@@ -163,7 +162,7 @@ def test_torch_calls_return_torch_tensors_of_their_dtype(runtime: ExpertRuntime,
     ids, weights = torch.from_numpy(batch.topk_ids), torch.from_numpy(batch.topk_weights)
     result = runtime.experts("layers.0.experts", hidden, ids, weights)
     assert result.dtype == hidden.dtype
-    rounded = dataclasses.replace(batch, hidden_states=hidden.float().numpy())
+    rounded = batch._replace(hidden_states=hidden.float().numpy())
     expected = torch.from_numpy(expected_of(runtime).experts(0, rounded)).to(hidden.dtype)
     assert torch.equal(result, expected)
     out = torch.empty_like(result)
@@ -174,9 +173,7 @@ def test_torch_calls_return_torch_tensors_of_their_dtype(runtime: ExpertRuntime,
 def test_an_empty_batch_returns_an_empty_result_without_a_call(runtime: ExpertRuntime) -> None:
     before = runtime.stats()["calls"]
     batch = make_batch(1)
-    empty = dataclasses.replace(
-        batch, hidden_states=batch.hidden_states[:0], topk_ids=batch.topk_ids[:0], topk_weights=batch.topk_weights[:0]
-    )
+    empty = Batch(*(tensor[:0] for tensor in batch))
     assert call(runtime, 0, empty).shape == (0, 96)
     assert runtime.submit(0, empty.hidden_states, empty.topk_ids, empty.topk_weights).result().shape == (0, 96)
     assert runtime.stats()["calls"] == before

@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -45,7 +44,7 @@ def runtime(spec: ModelSpec, request: pytest.FixtureRequest) -> Iterator[ExpertR
 
 
 def arrays(num_tokens: int, seed: int = 0) -> tuple[Any, ...]:
-    return dataclasses.astuple(make_batch(num_tokens, seed=seed))
+    return make_batch(num_tokens, seed=seed)
 
 
 def test_every_one_of_several_waiters_gets_the_result(runtime: ExpertRuntime) -> None:
