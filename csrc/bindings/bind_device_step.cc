@@ -196,8 +196,9 @@ class DeviceStep {
   std::optional<StepReport> report_;
 };
 
-// A shard in the form that Client.define_layer takes, with its path's place in the lease instead of
-// its worker.
+// A shard as Client.define_layer takes it: its id, its worker, its weights' fingerprint and its
+// experts in the order of their local ids. Here the worker is named by its place in
+// StepLease.workers, which is the lane of the step.
 using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;
 
 void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_size,

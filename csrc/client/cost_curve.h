@@ -41,7 +41,9 @@ class CostCurve {
   const CostCoefficients& coefficients() const { return coefficients_; }
   // The smallest units seen so far; 0 before the first sample.
   double smallest_units() const { return smallest_units_; }
-  // The mean relative deviation of recent predictions, each taken before it was learned from.
+  // The mean of |predicted - measured| / measured over recent samples, each predicted before the
+  // curve learned from it. One deviation counts as 1 at most, and the newest weighs 1/8. A fit
+  // sets a mean above 20 % to 10 %, so that the new curve is judged by samples of its own.
   double residual() const { return residual_; }
   uint64_t num_samples() const { return num_samples_; }
 

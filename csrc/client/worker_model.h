@@ -85,8 +85,10 @@ class WorkerModel {
   std::vector<ChunkRecord> records() const;
   // Everything that is known, for explanations.
   WorkerForecast report(const std::string& name) const;
-  // The worker's clock minus the host's, taken from the round trip that spent the least time on the
-  // link (as NTP does). On one machine it is roughly 0.
+  // The worker's clock minus the host's, 0 before the first reply. As in NTP, it is taken from the
+  // round trip that spent the least time on the link, and is off by half of that time at most. Only
+  // this epoch and the previous one count, 10 s each, because clocks drift. On one machine both
+  // clocks are the same, and it is roughly 0.
   int64_t clock_offset_ns() const;
 
  private:

@@ -24,8 +24,9 @@ GgmlVersion running_ggml(const void* caller);
 // anew.
 std::string mismatch(const GgmlVersion& built, const GgmlVersion& running);
 
-// What this build knows, as JSON: versions, the interface's number, and size and members' offsets
-// of each struct of ggml that is read or filled.
+// What this build was made for, as JSON: version and commit of ggml's headers, the tag of
+// llama.cpp, GGML_BACKEND_API_VERSION, and of each struct of ggml that the plug-in reads or fills
+// the size and the offsets of the members that it uses.
 std::string build_record();
 
 }  // namespace dflash::ggml_plugin

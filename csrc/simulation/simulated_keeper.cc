@@ -246,7 +246,9 @@ void SimulatedKeeper::start_process(uint32_t worker, uint64_t attempt) {
   });
 }
 
-// Out of reach is no death of a worker that somebody else starts.
+// Dials a worker that somebody else starts. Where no answer comes within kPatienceNs the attempt
+// has failed, but that counts as no death: the worker may live and only be out of reach, and after
+// too many deaths it would be left alone (holders/membership.py).
 void SimulatedKeeper::dial(uint32_t worker, uint64_t attempt) {
   const uint64_t step = ++members_[worker].num_steps;
   travel(worker, Side::kHost, [this, worker, attempt, step] {

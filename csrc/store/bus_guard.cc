@@ -49,7 +49,8 @@ void on_bus_error(int signal, siginfo_t* info, void* context) {
     const uintptr_t first = range->first.load(std::memory_order_acquire);
     if (first == 0 || address < first || address >= range->end.load(std::memory_order_acquire))
       continue;
-    // First, so that nobody sees zeros that are not counted yet.
+    // The fault is counted before zeros take the page's place: whoever reads such zeros, and looks
+    // at the count afterwards, finds it raised.
     range->num_faults.fetch_add(1, std::memory_order_acq_rel);
     range->is_torn.store(true, std::memory_order_release);
     void* page = reinterpret_cast<void*>(address / page_bytes * page_bytes);

@@ -53,8 +53,9 @@ class MappedFile final : public compute::MappedBytes {
   Result<compute::MatrixView> matrix(uint64_t offset, Dtype dtype, uint32_t outputs,
                                      uint32_t inputs, int64_t output_stride,
                                      int64_t input_stride) const;
-  // A matrix in blocks. Those of an output lie together, and `row_stride_bytes` lead from one
-  // output to the next.
+  // A matrix in a format that is no float: its weights are stored in blocks of neighbouring inputs
+  // (weight_format.h). The blocks of one output lie together, and those of the next output begin
+  // `row_stride_bytes` further.
   Result<compute::MatrixView> blocks(uint64_t offset, compute::WeightFormat format,
                                      uint32_t outputs, uint32_t inputs,
                                      int64_t row_stride_bytes) const;

@@ -83,8 +83,10 @@ void sleep_on_futex(const WakeSource& source, Deadline deadline) {
 
 enum class Woken : uint8_t { kLookAgain, kArrived, kWakeFd, kHungUp };
 
-// Arms every channel, polls once more where that is needed, sleeps, and disarms. The caller has
-// just polled without result.
+// One sleep: arms every channel, so that what arrives from then on ends the sleep, sleeps, and
+// disarms. The caller's poll has just found nothing. What came between that poll and the arming
+// would end no sleep, unless the channel is level-triggered (WakeSource). Where one is not, all are
+// polled once more after the arming.
 class Sleeper {
  public:
   Sleeper(std::span<WaitEntry> entries, int wake_fd) : entries_(entries), wake_fd_(wake_fd) {

@@ -26,7 +26,10 @@ class TorchLayers:
 
     @classmethod
     def create(cls, shape: ExpertShape, fmt: str, num_layers: int, place: str = "cpu") -> TorchLayers:
-        """Makes the layers in rotation on torch's device `place`. Their values matter to nobody."""
+        """Makes `num_layers` equal layers on torch's device `place`. Forwards take one after the
+        other, so that with enough layers the weights come from memory and not from the caches. The
+        values are random, because only the time of the forwards is of interest.
+        """
         import torch
 
         dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[fmt]

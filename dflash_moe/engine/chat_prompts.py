@@ -39,8 +39,9 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> 
 
 
 class ChatPrompts:
-    """The conversations of one model. Any thread may call. The template is looked for, and its
-    process started, when the first conversation comes; close it.
+    """Makes prompts of conversations by the chat template of one model. Any thread may call. With
+    the first conversation the template is looked for, and the process that renders it is started;
+    `close` ends that process.
     """
 
     def __init__(self, path: Path) -> None:

@@ -234,7 +234,9 @@ class _Planner:
         self._forward, self._limits, self._drafts = forward, limits, drafts
         self._pool: BlockPool = forward.blocks
         self._running = list(running)
-        # What the step under way adds to a request: computed tokens, and tokens that it has.
+        # What each request will have gained from the step under way when this plan is carried out:
+        # how many more of its tokens are computed, and how many new tokens it has, which is 1 where
+        # that step samples it and else 0. An engine that drafts makes no plan ahead.
         self._ahead = {} if ahead is None else {rows.request: (rows.count, len(rows.sampled[:1])) for rows in ahead.rows}
         self._places = min(limits.max_requests, forward.max_sequences) - len(running)
         self._free = self._pool.num_free

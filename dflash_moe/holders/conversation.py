@@ -60,8 +60,9 @@ class Conversation:
         # The holder of the lock writes here what it asks for, so that others can say what they
         # waited for.
         self._doing = ""
-        # So many questions have no answer yet. It exceeds the question under way where an answer
-        # did not come in time; that answer still arrives first and must be thrown away.
+        # So many questions have no answer yet, that of the turn under way included. The others are
+        # questions whose answers did not come in time. Answers come in the order of the questions,
+        # so that those are awaited first, and thrown away.
         self._num_unanswered = 0
         self._on_notice = on_notice
         # The worker's last word was that somebody told it to stop.

@@ -47,7 +47,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# The background reader of a stand-in's shards is looked at this often, as long as it reads.
+# The store reads a stand-in's mapped shards in the background, for their checksums. It is asked at
+# this interval whether it has read the next one, so that a shard which must be compared before
+# calls may use it waits so much longer at most.
 LOOK_S = 0.05
 # What lacked descriptors or memory is tried again after this time.
 AGAIN_S = 0.1

@@ -57,8 +57,10 @@ class FarRows:
 
 @dataclass(frozen=True, slots=True)
 class BestTokens:
-    """The tokens that eager takes best, the gap of its two largest logits at each place over the
-    standard deviation of all, and the logits of far rows where there were some.
+    """What eager says at each generated place. `tokens` are those with its largest logits. `gaps`
+    are the distances from there to the second largest, in standard deviations of the logits of all
+    these places: where one is small, another token is nearly as good. `far_logits` are those of far
+    rows, None where there were none.
     """
 
     tokens: list[int]

@@ -23,7 +23,10 @@ from dflash_moe.errors import ConfigError, DflashError, ProtocolError
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.framing import require_same_user
 
-# A request or an answer is shorter: 256 workers of 200 bytes each, and one spec.
+# A longer line is refused, so that no peer fills this process's memory. The longest that is sent
+# lists all holders, which are at most 256 workers and as many stand-ins of the host: some 300 bytes
+# for each, and the reason for which one was lost, which may quote 4 KiB of its log. It would be too
+# long only where nearly all workers were lost with such logs.
 MAX_LINE_BYTES = 1 << 20
 # A host answers its socket within this time; what an order takes, the client says itself.
 ANSWER_S = 5.0

@@ -1,6 +1,7 @@
-// Stores keys and values into blocks, see kv_layer.h. Keys are transposed on the way: rows whose
-// slots follow each other in one block are written together, so that a run of a line is written at
-// once.
+// Stores keys and values into blocks, see kv_layer.h. A block has its keys transposed, as
+// [key_size][16 tokens], so that one token's key is spread over the whole block. Rows whose slots
+// follow each other in one block are therefore stored together: their values of one element lie
+// side by side, within one cache line, and are written at once.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/kv_layer.h"
 

@@ -24,7 +24,9 @@ struct PanelScratch {
   std::vector<std::byte> read;
 };
 
-// Loading writes an expert; everything else only reads and may run on any thread.
+// load() writes the one expert that it is given. Meanwhile nobody may read that expert or ask for
+// resident_bytes(), which reads all of them; other experts may be loaded and read. Everything else
+// only reads, and may run on any thread.
 class PackedExperts {
  public:
   // Errors: kOutOfMemory; kUnsupported for layout `mapped` with a format that is only made at load.

@@ -1,7 +1,10 @@
-// Unfolds the grids. Each is a set of combinations of the few values that occur in it, in ascending
-// order if the combination is read as a number whose lowest digit is the first value. So a grid is
-// stored as the set of its numbers, a bit for each combination. The sets are those of ggml's tables
-// (its common header, MIT licence); the tests compare every entry with the gguf package's.
+// Unfolds the grids of the GGUF types iq1 to iq3 (grid_table.h) while this file is compiled. An
+// entry of a grid is four or eight values, out of the three or eight that occur in the grid. Read
+// as digits, the first value lowest, they are a number, and ggml's tables list entries by ascending
+// number. So the set of these numbers is the whole grid. It is stored as a bit for each possible
+// number, which takes 4 KiB for all grids where their entries take 33 KiB. The sets are those of
+// ggml's tables (its common header, MIT licence); the tests compare every entry with the gguf
+// package's.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/grid_table.h"
 

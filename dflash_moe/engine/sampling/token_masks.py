@@ -22,8 +22,9 @@ from dflash_moe.errors import ConfigError, DflashError, shown
 DEADLINE_S = 0.002
 # A mask that takes longer has failed, and its thread is given up.
 MAX_CALL_S = 10.0
-# So many threads are given up before masks are refused altogether. They cannot be ended, and each
-# may use a core for as long as the process lives.
+# So many threads that were given up are replaced by another one. With the next that has to be given
+# up, masks are refused altogether: such a thread cannot be ended, and each may use a core for as
+# long as the process lives.
 MAX_STUCK = 4
 MAX_WAITING = 4096
 CLOSE_S = 2.0

@@ -27,7 +27,7 @@ from dflash_moe.model.formats.weight_formats import STORED_NAMES, join_formats
 from dflash_moe.model.gguf_architectures.expert_formulas import FORMULAS, OAI_ALPHA, OAI_LIMIT, REFUSED, ExpertFormula
 from dflash_moe.model.spec import LayerSpec, ModelSpec
 
-# llama.cpp's own activations have this dtype.
+# Hidden states between layers have this dtype in llama.cpp, whatever that of the weights is.
 DTYPE = "f32"
 # llama.cpp takes a smaller limit for none.
 LEAST_LIMIT = 1e-6

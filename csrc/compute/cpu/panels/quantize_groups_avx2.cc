@@ -18,7 +18,9 @@ float largest_magnitude(const __m256* values) {
 }
 
 __m256i quantized(__m256 values, __m256 scale, __m256 limit) {
-  // Adding and subtracting 1.5 * 2^23 rounds to an integer, half to even.
+  // Adding and subtracting 1.5 * 2^23 rounds to an integer, half to even, because the floats from
+  // 2^23 to 2^24 are the integers. That holds for magnitudes up to 2^22; here `limit`, 127 at most,
+  // bounds them.
   const __m256 rounding = _mm256_set1_ps(12582912.0f);
   const __m256 quotient = _mm256_max_ps(_mm256_min_ps(_mm256_div_ps(values, scale), limit),
                                         _mm256_sub_ps(_mm256_setzero_ps(), limit));

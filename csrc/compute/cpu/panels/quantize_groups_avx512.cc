@@ -13,7 +13,9 @@ namespace dflash::compute::internal {
 namespace {
 
 __m128i quantized(__m512 values, __m512 scale, __m512 limit) {
-  // Adding and subtracting 1.5 * 2^23 rounds to an integer, half to even.
+  // Adding and subtracting 1.5 * 2^23 rounds to an integer, half to even, because the floats from
+  // 2^23 to 2^24 are the integers. That holds for magnitudes up to 2^22; here `limit`, 127 at most,
+  // bounds them.
   const __m512 rounding = _mm512_set1_ps(12582912.0f);
   const __m512 quotient = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(values, scale), limit),
                                         _mm512_sub_ps(_mm512_setzero_ps(), limit));
