@@ -9,8 +9,8 @@
 //
 // Who of a shard's holders is asked for a slice is said by router.h: one that has to answer
 // something before it is trusted again, if there is one, and others soon if it does not; else the
-// one that stands best, of these the one with the shortest backlog, of these the one that is named
-// first.
+// one that stands best (well, late or suspected, the host's own copy, draining, answering nothing),
+// of these the one with the shortest backlog, of these the one that is named first.
 //
 // Not thread-safe: whoever has the turn (turn.h) uses it.
 // SPDX-License-Identifier: Apache-2.0

@@ -5,7 +5,9 @@ thread that goes from step to step: plan, begin, run, sample, commit, deliver.
   already, and who gives up blocks when none are left (the youngest, which is computed again).
 - `step_run` runs a plan and judges drafts (`speculate`, `prompt_lookup`, `step_price`,
   `sampling/acceptance`). Where a step fails all requests that are in it end with the error, no
-  token of it is left in the cache, and it is not tried again; all others are as before.
+  token of it is left in the cache, and it is not tried again; all others are as before. What is
+  wrong with one row, such as its mask, ends that request alone. An EngineError, a fault of the
+  engine's own, ends it and all requests.
 - `sampling/sample` makes tokens of logits; beside it `sampling_params`, what was asked for,
   `sampling_state`, what is remembered of a request, `draw`, the random part, `token_masks`, what a
   grammar allows, and `logprobs`.

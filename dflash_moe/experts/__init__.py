@@ -13,8 +13,9 @@ the result. `ExpertRuntime` (expert_runtime.py) is its face and holds no logic.
 - `observe` tells what happened, `readiness` whether a call would be computed now.
 
 A call's deadline is the client's: `ipc.call_timeout_s`, 30 s where nobody says otherwise. It is
-extended where its own rows are predicted to take longer, where another holder takes a slice over,
-and while a worker is about to be judged, to 20 times that at most (`csrc/client/calls.h`).
+extended where four times what is predicted for its own rows is longer, where another holder takes a
+slice over, and while a worker is about to be judged, to 20 times that at most
+(`csrc/client/calls.h`).
 
 Bits: a holder adds a row's experts ascending in float32 and rounds once; the host adds shards
 ascending and rounds once. How products are rounded before is the numerics class of a shard: equal
@@ -22,7 +23,7 @@ classes give equal bits (docs/numerics.md). A reply counts only where all its fi
 checksum are those of what was asked in its slot: a late one frees its slot and nothing else, and
 one that does not match ends its worker.
 
-Who wins, the caller over environment over a command's config file over topology over default, is
+Who wins, the caller over environment over topology over a command's config file over default, is
 `config/resolve.py`, which refuses unknown names; the settings are the table of
 `config/settings.py`, and `config/setting.py` refuses bad values.
 

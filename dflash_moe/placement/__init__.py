@@ -4,6 +4,7 @@ knows no process and no file.
 - `policies` assigns experts to holders in runs of ascending ids, the host's own first and then
   workers in the topology's order: `even` (equal numbers), `memory` (in proportion to what `memory:`
   leaves after earlier layers), `explicit` (as the topology says; the host gets what it leaves out).
+  `host.experts.memory` says how much the host may get; what exceeds it under `explicit` is refused.
 - `plan` makes shards of that, with replicas (`replicas`), packed or mapped layouts, and checks the
   memory of each holder. `imposed` takes a shard map that is fixed already, `elastic` says what a
   worker that is added takes.
