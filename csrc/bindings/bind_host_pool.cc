@@ -19,7 +19,10 @@ HostPoolBox make_pool(uint32_t num_threads, const std::vector<int>& cpus, int64_
                       const std::string& isa) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
   auto pool = unwrap(compute::ThreadPool::create(num_threads, cpus, spin_ns));
-  return {std::shared_ptr<compute::ThreadPool>(pool.release(), DeleteInOwnProcess()), set};
+  using Scratch = compute::ScratchPool<compute::ScratchBlock>;
+  return {std::shared_ptr<compute::ThreadPool>(pool.release(), DeleteInOwnProcess()), set,
+          std::make_shared<compute::PageArena>(),
+          std::shared_ptr<Scratch>(new Scratch(), DeleteInOwnProcess())};
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ namespace {
 using compute::PackedLinear;
 
 struct LinearBox {
-  std::shared_ptr<compute::ThreadPool> pool;
+  HostPoolBox pool;
   PackedLinear linear;
 };
 
@@ -51,16 +51,9 @@ std::unique_ptr<LinearBox> make_linear(const HostPoolBox& pool,
   {
     py::gil_scoped_release unlocked;
     compute::YieldingProgress progress;
-    linear = PackedLinear::create(parts, wanted, pool.isa, progress);
+    linear = PackedLinear::create(parts, wanted, pool.isa, *pool.arena, progress);
   }
-  return std::make_unique<LinearBox>(LinearBox{pool.pool, unwrap(std::move(linear))});
-}
-
-// The scratch of all layers that a thread calls. It belongs to the thread, because two may call the
-// same layer, and to no layer, because a model has hundreds of them.
-compute::LinearScratch& thread_scratch() {
-  thread_local compute::LinearScratch scratch;
-  return scratch;
+  return std::make_unique<LinearBox>(LinearBox{pool, unwrap(std::move(linear))});
 }
 
 void run(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
@@ -76,7 +69,7 @@ void run(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
   Status status = ok();
   {
     py::gil_scoped_release unlocked;
-    status = self.linear.run(*self.pool, thread_scratch(), rows, out,
+    status = self.linear.run(*self.pool.pool, *self.pool.scratch->lend(), rows, out,
                              residual_address == 0 ? nullptr : &residual);
   }
   unwrap(std::move(status));
@@ -98,7 +91,7 @@ void run_together(const SequenceOf<LinearBox>& linears, uintptr_t rows_address,
     if (out.size() != 3)
       raise(Error{ErrorCode::kInvalidArgument, "an output is (address, stride in bytes, dtype)"});
     if (first == nullptr) first = &box;
-    if (box.pool != first->pool)
+    if (box.pool.pool != first->pool.pool)
       raise(Error{ErrorCode::kInvalidArgument, "linear layers of several pools in one call"});
     products.push_back({
         &box.linear,
@@ -111,7 +104,8 @@ void run_together(const SequenceOf<LinearBox>& linears, uintptr_t rows_address,
   Status status = ok();
   {
     py::gil_scoped_release unlocked;
-    status = PackedLinear::run_together(*first->pool, thread_scratch(), rows, products);
+    status =
+        PackedLinear::run_together(*first->pool.pool, *first->pool.scratch->lend(), rows, products);
   }
   unwrap(std::move(status));
 }
@@ -126,7 +120,7 @@ void gather(const LinearBox& self, uintptr_t ids_address, size_t num_ids, uintpt
   Status status = ok();
   {
     py::gil_scoped_release unlocked;
-    status = self.linear.gather(*self.pool, ids, out);
+    status = self.linear.gather(*self.pool.pool, ids, out);
   }
   unwrap(std::move(status));
 }

@@ -10,6 +10,7 @@
 
 #include "bindings/errors.h"
 #include "compute/cpu/instruction_sets.h"
+#include "compute/cpu/scratch_pool.h"
 #include "compute/cpu/thread_pool.h"
 #include "plugin/host_device.h"
 #include "plugin/plugin_backend.h"
@@ -31,6 +32,10 @@ struct DeleteInOwnProcess {
 struct HostPoolBox {
   std::shared_ptr<compute::ThreadPool> pool;
   compute::Isa isa;  // whose kernels the operators take; never the reference
+  // Where the weights of linear layers lie.
+  std::shared_ptr<compute::PageArena> arena;
+  // Where linear layers keep their rows while they compute.
+  std::shared_ptr<compute::ScratchPool<compute::ScratchBlock>> scratch;
 };
 
 // An encrypted connection, owned here until a channel, a pulse or a relay takes

@@ -31,6 +31,7 @@ struct CpuBackend::State {
   Isa isa;
   std::shared_ptr<ThreadPool> pool;
   WeightsLayout layout;
+  ScratchPool<ForwardScratch> scratch{};
 };
 
 CpuBackend::CpuBackend() = default;
@@ -54,7 +55,7 @@ Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, std::shared_ptr<
                      "' is not available; this processor has: " + supported_isa_names()};
   }
   std::unique_ptr<CpuBackend> backend(new CpuBackend());
-  backend->state_ = std::make_unique<State>(State{isa, std::move(pool), layout});
+  backend->state_ = std::make_unique<State>(isa, std::move(pool), layout);
   return backend;
 }
 
@@ -86,8 +87,8 @@ Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spe
   const KernelSet& kernels = *kernel_set(state_->isa, numerics);
   auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels, state_->layout);
   if (!experts.ok()) return std::move(experts).error();
-  return std::unique_ptr<ExpertLayer>(
-      std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
+  return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(
+      spec, std::move(experts).value(), kernels, *state_->pool, state_->scratch));
 }
 
 Result<uint64_t> CpuBackend::predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,

@@ -23,9 +23,9 @@ namespace {
 // Weights that a task reads again for each of its tiles of rows. They should stay in the
 // second-level cache; this is half of the smallest in use (1 MiB).
 constexpr size_t kTaskWeightBytes = size_t{512} << 10;
-// Bound of the intermediate scratch. A batch that needs more is computed in portions of rows, and
-// reads the weights again for each.
-constexpr size_t kMaxIntermediateBytes = size_t{128} << 20;
+// Bound of the scratch. A batch that needs more is computed in portions of rows, and reads the
+// weights again for each: 4,096 rows of 2,048 values with eight experts of 768 each still fit.
+constexpr size_t kMaxScratchBytes = size_t{256} << 20;
 constexpr uint32_t kWidenRows = 32;  // rows that one task widens or encodes
 // With four tasks per thread, an uneven one costs at most a quarter of a thread's share.
 constexpr uint32_t kTasksPerThread = 4;
@@ -90,12 +90,19 @@ class FirstError {
 
 }  // namespace
 
+size_t ForwardScratch::num_bytes() const {
+  size_t bytes = block.num_bytes();
+  for (const PanelScratch& thread : panels) bytes += thread.panels.num_bytes();
+  return bytes;
+}
+
 CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels,
-                   ThreadPool& pool)
+                   ThreadPool& pool, ScratchPool<ForwardScratch>& scratch)
     : spec_(spec),
       experts_(std::move(experts)),
       kernels_(kernels),
       pool_(pool),
+      scratch_(scratch),
       row_stride_(padded_stride(spec.in_size)),
       encoded_row_stride_(encoded_stride(kernels, spec.in_size)),
       encoded_intermediate_stride_(
@@ -104,8 +111,7 @@ CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& 
           kernels.gate_up_encodes ? kernels.encoded_bytes(kernels.panel_width) / kernels.panel_width
                                   : sizeof(float)),
       intermediate_stride_(padded_bytes(size_t{experts_.num_intermediate_panels()} *
-                                        kernels.panel_width * intermediate_value_bytes_)),
-      panel_scratch_(pool.num_threads()) {}
+                                        kernels.panel_width * intermediate_value_bytes_)) {}
 
 Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                              YieldingProgress& progress) {
@@ -121,10 +127,11 @@ Status CpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
     }
   }
   const CanonicalFloatMode mode;
+  const auto scratch = scratch_.lend();
   uint32_t row = 0, pair = 0;
   while (row < args.num_rows) {
     const Portion portion = next_portion(args, row, pair);
-    DFLASH_TRY(forward_portion(args, portion, progress));
+    DFLASH_TRY(forward_portion({args, portion, *scratch, progress}));
     row += portion.num_rows;
     pair += portion.num_pairs;
   }
@@ -133,137 +140,147 @@ Status CpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
 
 CpuLayer::Portion CpuLayer::next_portion(const ForwardArgs& args, uint32_t first_row,
                                          uint32_t first_pair) const {
-  const size_t max_pairs = kMaxIntermediateBytes / intermediate_stride_;
   Portion portion{first_row, 0, first_pair, 0};
+  size_t bytes = 0;
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
     const uint32_t pairs = args.row_counts[row];
-    if (portion.num_rows != 0 && portion.num_pairs + pairs > max_pairs) break;
+    bytes += bytes_per_row() + pairs * bytes_per_pair();
+    if (portion.num_rows != 0 && bytes > kMaxScratchBytes) break;
     ++portion.num_rows;
     portion.num_pairs += pairs;
   }
   return portion;
 }
 
-Status CpuLayer::forward_portion(const ForwardArgs& args, const Portion& portion,
-                                 YieldingProgress& progress) {
-  groups_.build(args.row_counts.subspan(portion.first_row, portion.num_rows),
-                args.local_expert_ids.subspan(portion.first_pair, portion.num_pairs),
-                args.weights.subspan(portion.first_pair, portion.num_pairs), num_local_experts());
-  DFLASH_TRY(place_scratch(portion));
-  widen_rows(args, portion);
-  // In a worker, the serving thread may move bytes of its data path here.
-  progress.count_and_yield();
-  DFLASH_TRY(run_gate_up(progress));
-  encode_intermediate(portion, progress);
-  auto in_range = run_down(args, portion, progress);
-  if (!in_range.ok()) return std::move(in_range).error();
-  if (in_range.value()) return ok();
-  return first_range_error(args, portion);
+size_t CpuLayer::bytes_per_row() const {
+  const size_t sums = size_t{experts_.num_out_panels()} * kernels_.panel_width;
+  return sizeof(float) * (row_stride_ + sums) + encoded_row_stride_;
 }
 
-Status CpuLayer::place_scratch(const Portion& portion) {
+Status CpuLayer::forward_portion(const Run& run) const {
+  const ForwardArgs& args = run.args;
+  const Portion& portion = run.portion;
+  run.scratch.groups.build(args.row_counts.subspan(portion.first_row, portion.num_rows),
+                           args.local_expert_ids.subspan(portion.first_pair, portion.num_pairs),
+                           args.weights.subspan(portion.first_pair, portion.num_pairs),
+                           num_local_experts());
+  DFLASH_TRY(place_scratch(run));
+  widen_rows(run);
+  // In a worker, the serving thread may move bytes of its data path here.
+  run.progress.count_and_yield();
+  DFLASH_TRY(run_gate_up(run));
+  encode_intermediate(run);
+  auto in_range = run_down(run);
+  if (!in_range.ok()) return std::move(in_range).error();
+  if (in_range.value()) return ok();
+  return first_range_error(run);
+}
+
+Status CpuLayer::place_scratch(const Run& run) const {
+  const auto [args, portion, s, progress] = run;
   const size_t row_floats = portion.num_rows * row_stride_;
   const size_t sum_floats =
       size_t{portion.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
-  const size_t float_bytes = (4 * (row_floats + sum_floats) + 63) / 64 * 64;
+  const size_t float_bytes = (sizeof(float) * (row_floats + sum_floats) + 63) / 64 * 64;
   const size_t encoded_row_bytes = portion.num_rows * encoded_row_stride_;
   const size_t intermediate_bytes = portion.num_pairs * intermediate_stride_;
-  const size_t bytes = float_bytes + encoded_row_bytes + intermediate_bytes +
-                       portion.num_pairs * encoded_intermediate_stride_;
-  if (bytes > scratch_.num_bytes()) {
-    scratch_ = PageBuffer();  // released first, so that both blocks need not exist at once
-    auto grown = PageBuffer::create(bytes + bytes / 4);
-    if (!grown.ok()) return std::move(grown).error();
-    scratch_ = std::move(grown).value();
-  }
-  rows_ = reinterpret_cast<float*>(scratch_.data());
-  sums_ = rows_ + row_floats;
-  encoded_rows_ = scratch_.data() + float_bytes;
-  intermediate_ = encoded_rows_ + encoded_row_bytes;
-  encoded_intermediate_ = intermediate_ + intermediate_bytes;
-  pair_rows_.resize(portion.num_pairs);
-  pair_intermediate_.resize(portion.num_pairs);
-  pair_inputs_.resize(portion.num_pairs);
+  auto room = s.block.room_for(float_bytes + encoded_row_bytes + intermediate_bytes +
+                               portion.num_pairs * encoded_intermediate_stride_);
+  if (!room.ok()) return std::move(room).error();
+  s.rows = reinterpret_cast<float*>(room.value());
+  s.sums = s.rows + row_floats;
+  s.encoded_rows = room.value() + float_bytes;
+  s.intermediate = s.encoded_rows + encoded_row_bytes;
+  s.encoded_intermediate = s.intermediate + intermediate_bytes;
+  s.panels.resize(pool_.num_threads());
+  s.pair_rows.resize(portion.num_pairs);
+  s.pair_intermediate.resize(portion.num_pairs);
+  s.pair_inputs.resize(portion.num_pairs);
   for (uint32_t pair = 0; pair < portion.num_pairs; ++pair) {
-    const size_t row = groups_.rows()[pair];
-    pair_intermediate_[pair] = intermediate_ + pair * intermediate_stride_;
+    const size_t row = s.groups.rows()[pair];
+    s.pair_intermediate[pair] = s.intermediate + pair * intermediate_stride_;
     if (encoded_row_stride_ == 0)
-      pair_rows_[pair] = rows_ + row * row_stride_;
+      s.pair_rows[pair] = s.rows + row * row_stride_;
     else
-      pair_rows_[pair] = encoded_rows_ + row * encoded_row_stride_;
+      s.pair_rows[pair] = s.encoded_rows + row * encoded_row_stride_;
     if (encoded_intermediate_stride_ == 0)
-      pair_inputs_[pair] = pair_intermediate_[pair];
+      s.pair_inputs[pair] = s.pair_intermediate[pair];
     else
-      pair_inputs_[pair] = encoded_intermediate_ + pair * encoded_intermediate_stride_;
+      s.pair_inputs[pair] = s.encoded_intermediate + pair * encoded_intermediate_stride_;
   }
   return ok();
 }
 
-void CpuLayer::widen_rows(const ForwardArgs& args, const Portion& portion) {
+void CpuLayer::widen_rows(const Run& run) const {
+  const ForwardArgs& args = run.args;
+  const uint32_t num_rows = run.portion.num_rows;
+  const ForwardScratch& s = run.scratch;
   const size_t row_bytes = spec_.in_size * dtype_bytes(args.row_dtype);
-  const std::byte* source = args.rows + portion.first_row * row_bytes;
-  pool_.run((portion.num_rows + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
+  const std::byte* source = args.rows + run.portion.first_row * row_bytes;
+  pool_.run((num_rows + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
-    const uint32_t end = std::min(portion.num_rows, first + kWidenRows);
+    const uint32_t end = std::min(num_rows, first + kWidenRows);
     for (uint32_t row = first; row < end; ++row) {
-      widen(args.row_dtype, source + row * row_bytes, rows_ + row * row_stride_, spec_.in_size);
+      widen(args.row_dtype, source + row * row_bytes, s.rows + row * row_stride_, spec_.in_size);
       if (kernels_.encode == nullptr) continue;
-      kernels_.encode(rows_ + row * row_stride_, spec_.in_size,
-                      encoded_rows_ + row * encoded_row_stride_);
+      kernels_.encode(s.rows + row * row_stride_, spec_.in_size,
+                      s.encoded_rows + row * encoded_row_stride_);
     }
   });
 }
 
-void CpuLayer::encode_intermediate(const Portion& portion, YieldingProgress& progress) {
+void CpuLayer::encode_intermediate(const Run& run) const {
   if (encoded_intermediate_stride_ == 0) return;
-  pool_.run((portion.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
+  const uint32_t num_pairs = run.portion.num_pairs;
+  pool_.run((num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
-    for (uint32_t pair = first; pair < std::min(portion.num_pairs, first + kWidenRows); ++pair) {
-      const float* values = reinterpret_cast<const float*>(pair_intermediate_[pair]);
+    for (uint32_t pair = first; pair < std::min(num_pairs, first + kWidenRows); ++pair) {
+      const float* values = reinterpret_cast<const float*>(run.scratch.pair_intermediate[pair]);
       kernels_.encode(values, spec_.intermediate_size,
-                      encoded_intermediate_ + pair * encoded_intermediate_stride_);
+                      run.scratch.encoded_intermediate + pair * encoded_intermediate_stride_);
     }
     // In a worker, the serving thread may move bytes of its data path here.
-    progress.count_and_yield();
+    run.progress.count_and_yield();
   });
 }
 
-uint32_t CpuLayer::gate_up_panels_per_task() const {
+uint32_t CpuLayer::gate_up_panels_per_task(const ExpertGroups& groups) const {
   const uint32_t matrices = experts_.num_matrices();
-  const uint32_t least = groups_.most_pairs() <= kFewRows ? kFewRowsPanels : matrices;
+  const uint32_t least = groups.most_pairs() <= kFewRows ? kFewRowsPanels : matrices;
   const uint32_t num_panels = experts_.num_intermediate_panels() * matrices;
   const uint32_t panels =
       panels_per_task(experts_.gate_up_panel_bytes(), num_panels,
-                      static_cast<uint32_t>(groups_.groups().size()), least, pool_.num_threads());
+                      static_cast<uint32_t>(groups.groups().size()), least, pool_.num_threads());
   return std::max(panels / matrices, 1u);
 }
 
-uint32_t CpuLayer::down_panels_per_task() const {
-  const uint32_t least = groups_.most_pairs() <= kFewRows ? kFewRowsPanels : 1;
+uint32_t CpuLayer::down_panels_per_task(const ExpertGroups& groups) const {
+  const uint32_t least = groups.most_pairs() <= kFewRows ? kFewRowsPanels : 1;
   return panels_per_task(experts_.down_panel_bytes(), experts_.num_out_panels(), 1, least,
                          pool_.num_threads());
 }
 
-Status CpuLayer::run_gate_up(YieldingProgress& progress) {
+Status CpuLayer::run_gate_up(const Run& run) const {
+  const ForwardScratch& s = run.scratch;
   const uint32_t num_panels = experts_.num_intermediate_panels();
-  const uint32_t per_task = gate_up_panels_per_task();
+  const uint32_t per_task = gate_up_panels_per_task(s.groups);
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
-  const uint64_t num_tasks = groups_.groups().size() * tasks_per_expert;
+  const uint64_t num_tasks = run.groups().size() * tasks_per_expert;
   FirstError failed;
   pool_.run_on_threads(num_tasks, [&](uint64_t task, uint32_t thread) {
-    const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
+    const ExpertGroup& group = run.groups()[task / tasks_per_expert];
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
     const size_t first_byte =
         size_t{first_panel} * kernels_.panel_width * intermediate_value_bytes_;
-    auto panels =
-        experts_.read_gate_up(group.local_expert_id, first_panel,
-                              std::min(per_task, num_panels - first_panel), panel_scratch_[thread]);
+    auto panels = experts_.read_gate_up(group.local_expert_id, first_panel,
+                                        std::min(per_task, num_panels - first_panel),
+                                        run.scratch.panels[thread]);
     if (!panels.ok()) return failed.keep(std::move(panels).error());
     GateUpTile tile{};
     tile.panels = panels.value();
     const uint64_t next = task + pool_.num_threads();  // most likely this thread's next task
     if (next < num_tasks) {
-      const uint32_t next_expert = groups_.groups()[next / tasks_per_expert].local_expert_id;
+      const uint32_t next_expert = run.groups()[next / tasks_per_expert].local_expert_id;
       tile.panels.next =
           experts_
               .gate_up(next_expert, static_cast<uint32_t>(next % tasks_per_expert) * per_task, 1)
@@ -275,40 +292,41 @@ Status CpuLayer::run_gate_up(YieldingProgress& progress) {
       const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
       void* outputs[kMaxCallRows];
       for (uint32_t i = 0; i < range.size; ++i)
-        outputs[i] = pair_intermediate_[group.first_pair + range.begin + i] + first_byte;
-      tile.rows = pair_rows_.data() + group.first_pair + range.begin;
+        outputs[i] = s.pair_intermediate[group.first_pair + range.begin + i] + first_byte;
+      tile.rows = s.pair_rows.data() + group.first_pair + range.begin;
       tile.num_rows = range.size;
       tile.intermediate = outputs;
       kernels_.gate_up(tile);
       // In a worker, the serving thread may move bytes of its data path here.
-      progress.count_and_yield();
+      run.progress.count_and_yield();
     }
   });
   return failed.take();
 }
 
-Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Portion& portion,
-                                YieldingProgress& progress) {
+Result<bool> CpuLayer::run_down(const Run& run) const {
+  const ForwardScratch& s = run.scratch;
+  const uint32_t num_rows = run.portion.num_rows;
   const uint32_t num_panels = experts_.num_out_panels();
-  const uint32_t per_task = down_panels_per_task();
+  const uint32_t per_task = down_panels_per_task(s.groups);
   std::atomic<bool> in_range{true};  // relaxed: read after the run, whose end synchronises
   FirstError failed;
   pool_.run_on_threads((num_panels + per_task - 1) / per_task, [&](uint64_t task, uint32_t thread) {
     const uint32_t first_panel = static_cast<uint32_t>(task) * per_task;
     const uint32_t task_panels = std::min(per_task, num_panels - first_panel);
     const size_t columns = size_t{task_panels} * kernels_.panel_width;
-    float* sums = sums_ + size_t{first_panel} * kernels_.panel_width * portion.num_rows;
-    std::memset(sums, 0, sizeof(float) * columns * portion.num_rows);
-    for (size_t g = 0; g < groups_.groups().size(); ++g) {
-      const ExpertGroup& group = groups_.groups()[g];
+    float* sums = s.sums + size_t{first_panel} * kernels_.panel_width * num_rows;
+    std::memset(sums, 0, sizeof(float) * columns * num_rows);
+    for (size_t g = 0; g < run.groups().size(); ++g) {
+      const ExpertGroup& group = run.groups()[g];
       auto panels = experts_.read_down(group.local_expert_id, first_panel, task_panels,
-                                       panel_scratch_[thread]);
+                                       run.scratch.panels[thread]);
       if (!panels.ok()) return failed.keep(std::move(panels).error());
       DownTile tile{};
       tile.panels = panels.value();
-      if (g + 1 < groups_.groups().size()) {
+      if (g + 1 < run.groups().size()) {
         tile.panels.next =
-            experts_.down(groups_.groups()[g + 1].local_expert_id, first_panel, task_panels).first;
+            experts_.down(run.groups()[g + 1].local_expert_id, first_panel, task_panels).first;
       }
       const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
       for (uint32_t t = 0; t < num_tiles; ++t) {
@@ -316,32 +334,32 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Portion& portion,
         const uint32_t first_pair = group.first_pair + range.begin;
         float* tile_sums[kMaxCallRows];
         for (uint32_t i = 0; i < range.size; ++i)
-          tile_sums[i] = sums + groups_.rows()[first_pair + i] * columns;
-        tile.rows = pair_inputs_.data() + first_pair;
+          tile_sums[i] = sums + s.groups.rows()[first_pair + i] * columns;
+        tile.rows = s.pair_inputs.data() + first_pair;
         tile.num_rows = range.size;
-        tile.weights = groups_.weights().data() + first_pair;
+        tile.weights = s.groups.weights().data() + first_pair;
         tile.sums = tile_sums;
         kernels_.down(tile);
         // In a worker, the serving thread may move bytes of its data path here.
-        progress.count_and_yield();
+        run.progress.count_and_yield();
       }
     }
-    if (!finish_columns(args, portion, first_panel, task_panels))
+    if (!finish_columns(run, first_panel, task_panels))
       in_range.store(false, std::memory_order_relaxed);
     // In a worker, the serving thread may move bytes of its data path here.
-    progress.count_and_yield();
+    run.progress.count_and_yield();
   });
   DFLASH_TRY(failed.take());
   return in_range.load(std::memory_order_relaxed);
 }
 
-bool CpuLayer::finish_columns(const ForwardArgs& args, const Portion& portion, uint32_t first_panel,
-                              uint32_t num_panels) {
+bool CpuLayer::finish_columns(const Run& run, uint32_t first_panel, uint32_t num_panels) const {
+  const auto [args, portion, s, progress] = run;
   const size_t first_column = size_t{first_panel} * kernels_.panel_width;
   const size_t columns = size_t{num_panels} * kernels_.panel_width;
   const size_t real_columns = std::min(columns, spec_.out_size - first_column);
   const size_t element = dtype_bytes(args.reply_dtype);
-  float* sums = sums_ + first_column * portion.num_rows;
+  float* sums = s.sums + first_column * portion.num_rows;
   kernels_.canonicalize_nan(sums, columns * portion.num_rows);
   bool in_range = true;
   for (uint32_t row = 0; row < portion.num_rows; ++row) {
@@ -353,16 +371,17 @@ bool CpuLayer::finish_columns(const ForwardArgs& args, const Portion& portion, u
   return in_range;
 }
 
-Error CpuLayer::first_range_error(const ForwardArgs& args, const Portion& portion) const {
-  const uint32_t per_task = down_panels_per_task();
+Error CpuLayer::first_range_error(const Run& run) const {
+  const auto [args, portion, s, progress] = run;
+  const uint32_t per_task = down_panels_per_task(s.groups);
   const uint32_t width = kernels_.panel_width;
   for (uint32_t row = 0; row < portion.num_rows; ++row) {
     for (uint32_t column = 0; column < spec_.out_size; ++column) {
       const uint32_t first_panel = column / (per_task * width) * per_task;
       const size_t columns =
           size_t{std::min(per_task, experts_.num_out_panels() - first_panel)} * width;
-      const float value = sums_[size_t{first_panel} * width * portion.num_rows + row * columns +
-                                (column - size_t{first_panel} * width)];
+      const float value = s.sums[size_t{first_panel} * width * portion.num_rows + row * columns +
+                                 (column - size_t{first_panel} * width)];
       if (overflows(value, args.reply_dtype))
         return range_error(portion.first_row + row, column, value, args.reply_dtype);
     }

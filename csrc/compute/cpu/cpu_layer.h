@@ -6,17 +6,38 @@
 #include "compute/cpu/expert_groups.h"
 #include "compute/cpu/kernel_set.h"
 #include "compute/cpu/packed_experts.h"
-#include "compute/cpu/page_buffer.h"
+#include "compute/cpu/scratch_pool.h"
 #include "compute/cpu/thread_pool.h"
 #include "compute/experts/expert_layer.h"
 
 namespace dflash::compute {
 
+// What one forward writes on its way to the reply, in one block: the arrays of a portion of its
+// rows follow each other there. Strides are odd multiples of a cache line, so that rows do not
+// share cache sets. It is lent for one forward and then serves another, of any layer.
+struct ForwardScratch {
+  ScratchBlock block;
+  ExpertGroups groups;
+  float* rows = nullptr;              // [portion rows, row stride], the batch widened once
+  std::byte* intermediate = nullptr;  // [portion pairs, intermediate stride], grouped by expert
+  // Each task of output columns has [portion rows, task columns], at first column * portion rows.
+  float* sums = nullptr;
+  std::byte* encoded_rows = nullptr;          // [portion rows, encoded row stride]
+  std::byte* encoded_intermediate = nullptr;  // [portion pairs, its stride], grouped
+  std::vector<const void*> pair_rows;         // [portion pairs], grouped: what gate and up read
+  std::vector<const void*> pair_inputs;       // [portion pairs], grouped: what down reads
+  std::vector<std::byte*> pair_intermediate;  // [portion pairs], grouped: into `intermediate`
+  std::vector<PanelScratch> panels;           // [pool threads], where weights are only mapped
+
+  size_t num_bytes() const;
+};
+
 // Loads and forwards follow ExpertLayer's rules; the thread that calls forward() also computes.
 class CpuLayer final : public ExpertLayer {
  public:
-  // `kernels` and `pool` must outlive the layer.
-  CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels, ThreadPool& pool);
+  // `kernels`, `pool` and `scratch`, from which each forward borrows, must outlive the layer.
+  CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels, ThreadPool& pool,
+           ScratchPool<ForwardScratch>& scratch);
 
   const FfnSpec& spec() const override { return spec_; }
   uint32_t num_local_experts() const override { return experts_.num_local_experts(); }
@@ -33,60 +54,55 @@ class CpuLayer final : public ExpertLayer {
   }
 
  private:
-  // A run of rows whose intermediate values fit the bound of the scratch.
+  // A run of rows whose arrays fit the bound of the scratch.
   struct Portion {
     uint32_t first_row;
     uint32_t num_rows;
     uint32_t first_pair;
     uint32_t num_pairs;
   };
+  // A portion under way.
+  struct Run {
+    const ForwardArgs& args;
+    const Portion& portion;
+    ForwardScratch& scratch;
+    YieldingProgress& progress;
+
+    const std::vector<ExpertGroup>& groups() const { return scratch.groups.groups(); }
+  };
 
   // The rows of the next portion, at least one; a pair is one (row, expert) of the routing.
   Portion next_portion(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
-  Status forward_portion(const ForwardArgs& args, const Portion& portion,
-                         YieldingProgress& progress);
+  Status forward_portion(const Run& run) const;
   // Places the arrays of a portion in the scratch. Errors: kOutOfMemory.
-  Status place_scratch(const Portion& portion);
+  Status place_scratch(const Run& run) const;
   // Widens the rows to float32, and encodes them where the kernels want that.
-  void widen_rows(const ForwardArgs& args, const Portion& portion);
-  Status run_gate_up(YieldingProgress& progress);
+  void widen_rows(const Run& run) const;
+  Status run_gate_up(const Run& run) const;
   // Encodes what gate_up has left as float32.
-  void encode_intermediate(const Portion& portion, YieldingProgress& progress);
+  void encode_intermediate(const Run& run) const;
   // Sums over experts and writes the reply. Returns whether every value fits the reply's dtype.
-  Result<bool> run_down(const ForwardArgs& args, const Portion& portion,
-                        YieldingProgress& progress);
+  Result<bool> run_down(const Run& run) const;
   // Converts the sums of some columns to the reply; returns whether all values fit.
-  bool finish_columns(const ForwardArgs& args, const Portion& portion, uint32_t first_panel,
-                      uint32_t num_panels);
+  bool finish_columns(const Run& run, uint32_t first_panel, uint32_t num_panels) const;
   // The error that names the first value outside the reply's range, by row and column.
-  Error first_range_error(const ForwardArgs& args, const Portion& portion) const;
-  uint32_t gate_up_panels_per_task() const;
-  uint32_t down_panels_per_task() const;
+  Error first_range_error(const Run& run) const;
+  uint32_t gate_up_panels_per_task(const ExpertGroups& groups) const;
+  uint32_t down_panels_per_task(const ExpertGroups& groups) const;
+  // Bytes of the scratch for each row and for each pair of a portion.
+  size_t bytes_per_row() const;
+  size_t bytes_per_pair() const { return intermediate_stride_ + encoded_intermediate_stride_; }
 
   const FfnSpec spec_;
   PackedExperts experts_;
   const KernelSet& kernels_;
   ThreadPool& pool_;
-  ExpertGroups groups_;
-  // Scratch that grows and is used again by later forwards. Strides are odd multiples of a cache
-  // line, so that rows do not share cache sets.
-  PageBuffer scratch_;
+  ScratchPool<ForwardScratch>& scratch_;
   size_t row_stride_;                   // floats
   size_t encoded_row_stride_;           // bytes; 0 where rows stay float32
   size_t encoded_intermediate_stride_;  // bytes; 0 also where gate_up encodes
   size_t intermediate_value_bytes_;     // of one value that gate_up writes
   size_t intermediate_stride_;          // bytes
-  float* rows_ = nullptr;               // [portion rows, row_stride_], the batch widened once
-  std::byte* intermediate_ = nullptr;   // [portion pairs, intermediate_stride_], grouped
-  // Each task of output columns has [portion rows, task columns], at first column * portion rows.
-  float* sums_ = nullptr;
-  std::byte* encoded_rows_ = nullptr;  // [portion rows, encoded_row_stride_]
-  // [portion pairs, encoded_intermediate_stride_], grouped by expert.
-  std::byte* encoded_intermediate_ = nullptr;
-  std::vector<PanelScratch> panel_scratch_;    // [pool threads]
-  std::vector<const void*> pair_rows_;         // [portion pairs], grouped: what gate and up read
-  std::vector<const void*> pair_inputs_;       // [portion pairs], grouped: what down reads
-  std::vector<std::byte*> pair_intermediate_;  // [portion pairs], grouped: into intermediate_
 };
 
 }  // namespace dflash::compute

@@ -24,18 +24,8 @@ size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
-Result<std::byte*> LinearScratch::room_for(size_t num_bytes) {
-  if (num_bytes > buffer_.num_bytes()) {
-    buffer_ = PageBuffer();  // released first, so that both blocks need not exist at once
-    auto grown = PageBuffer::create(num_bytes + num_bytes / 4);
-    if (!grown.ok()) return std::move(grown).error();
-    buffer_ = std::move(grown).value();
-  }
-  return buffer_.data();
-}
-
 Result<PackedLinear> PackedLinear::create(std::span<const LinearPart> parts, NumericsClass numerics,
-                                          Isa isa, YieldingProgress& progress) {
+                                          Isa isa, PageArena& arena, YieldingProgress& progress) {
   DFLASH_TRY(check_parts(parts));
   if (kernel_set(isa, numerics) == nullptr) {
     return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(isa) +
@@ -49,7 +39,7 @@ Result<PackedLinear> PackedLinear::create(std::span<const LinearPart> parts, Num
   for (const LinearPart& part : parts)
     num_bytes =
         linear.place(part, *kernel_set(isa, part_numerics(numerics, part.format())), num_bytes);
-  auto panels = PageBuffer::create(num_bytes);
+  auto panels = arena.take(num_bytes);
   if (!panels.ok()) return std::move(panels).error();
   linear.panels_ = std::move(panels).value();
   DFLASH_TRY(linear.pack(parts, progress));

@@ -9,22 +9,12 @@
 #include "compute/cpu/instruction_sets.h"
 #include "compute/cpu/kernel_set.h"
 #include "compute/cpu/page_buffer.h"
+#include "compute/cpu/scratch_pool.h"
 #include "compute/cpu/thread_pool.h"
 #include "compute/operators/linear.h"
 #include "compute/yielding_progress.h"
 
 namespace dflash::compute {
-
-// Where a call keeps its rows in the form in which kernels read them. It grows with its uses, is
-// meant to be used for many layers, and serves one call at a time.
-class LinearScratch {
- public:
-  // Returns at least `num_bytes` bytes, aligned to 64, until the next call. Errors: kOutOfMemory.
-  Result<std::byte*> room_for(size_t num_bytes);
-
- private:
-  PageBuffer buffer_;
-};
 
 class PackedLinear;
 
@@ -42,7 +32,7 @@ class PackedLinear {
   // take gets f32-canonical (part_numerics). Errors: those of check_parts; kUnsupported where `isa`
   // does not compute the class; kCheckpoint for damaged weights; kOutOfMemory.
   static Result<PackedLinear> create(std::span<const LinearPart> parts, NumericsClass numerics,
-                                     Isa isa, YieldingProgress& progress);
+                                     Isa isa, PageArena& arena, YieldingProgress& progress);
 
   uint32_t inputs() const { return inputs_; }        // of each part
   uint32_t row_width() const { return row_width_; }  // elements of a row that are read
@@ -56,12 +46,12 @@ class PackedLinear {
   // there is one, is [num_rows, outputs()] and may be the memory of `out`; otherwise nothing may
   // overlap with `out`. Errors: kInvalidArgument; kOutOfMemory; kRange "row R, column C: ..." for
   // the first value that is finite but infinite in the dtype of `out`, all of which is written.
-  Status run(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows, const RowsTarget& out,
+  Status run(ThreadPool& pool, ScratchBlock& scratch, const RowsView& rows, const RowsTarget& out,
              const RowsView* residual = nullptr) const;
   // Does this for several layers that read the same rows, in one job of the pool: a job costs its
   // threads a meeting, which counts where a product takes tens of microseconds. The bits are those
   // of run(). Errors: those of the first layer that fails, all of which is written.
-  static Status run_together(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows,
+  static Status run_together(ThreadPool& pool, ScratchBlock& scratch, const RowsView& rows,
                              std::span<const LinearProduct> products);
 
   // Writes the weights of outputs `ids`, one of them per row of `out` [ids.size(), inputs()]:

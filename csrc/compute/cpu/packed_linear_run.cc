@@ -216,13 +216,13 @@ void PackedLinear::run_tasks(ThreadPool& pool, std::span<const Call> calls) {
   });
 }
 
-Status PackedLinear::run(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows,
+Status PackedLinear::run(ThreadPool& pool, ScratchBlock& scratch, const RowsView& rows,
                          const RowsTarget& out, const RowsView* residual) const {
   const LinearProduct product{this, out, residual};
   return run_together(pool, scratch, rows, {&product, 1});
 }
 
-Status PackedLinear::run_together(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows,
+Status PackedLinear::run_together(ThreadPool& pool, ScratchBlock& scratch, const RowsView& rows,
                                   std::span<const LinearProduct> products) {
   const auto widened_bytes = [](const PackedLinear& linear) {
     return padded_bytes(sizeof(float) * linear.row_width_);

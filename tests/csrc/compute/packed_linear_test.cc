@@ -99,7 +99,7 @@ struct Rows {
   }
   std::vector<std::byte> of(const PackedLinear& linear, uint32_t threads, bool has_residual) const {
     const auto pool = ThreadPool::create(threads, {}, 0).value();
-    LinearScratch scratch;
+    ScratchBlock scratch;
     return outputs(has_residual,
                    [&](const RowsView& in, const RowsTarget& to, const RowsView* add) {
                      return linear.run(*pool, scratch, in, to, add);
@@ -115,8 +115,9 @@ struct Rows {
 };
 
 PackedLinear packed(std::span<const LinearPart> parts, NumericsClass numerics, Isa isa) {
+  PageArena arena;  // whose pages stay as long as the layer
   YieldingProgress progress;
-  auto linear = PackedLinear::create(parts, numerics, isa, progress);
+  auto linear = PackedLinear::create(parts, numerics, isa, arena, progress);
   REQUIRE_MESSAGE(linear.ok(), (linear.ok() ? "" : linear.error().message));
   return std::move(linear).value();
 }
@@ -201,7 +202,7 @@ TEST_CASE("linear: several layers at once give the bits of each alone") {
       const RowsView in = rows.view(), added = rows.residual_view();
       for (uint32_t threads : {1U, 3U}) {
         const auto pool = ThreadPool::create(threads, {}, 0).value();
-        LinearScratch scratch;
+        ScratchBlock scratch;
         std::vector<std::vector<std::byte>> outs(
             3, std::vector<std::byte>(num_rows * rows.out_stride, std::byte{0xee}));
         std::vector<LinearProduct> products;
@@ -218,7 +219,7 @@ TEST_CASE("linear: several layers at once give the bits of each alone") {
     }
   }
   const auto pool = ThreadPool::create(1, {}, 0).value();
-  LinearScratch scratch;
+  ScratchBlock scratch;
   CHECK(PackedLinear::run_together(*pool, scratch, RowsView{}, {}).ok());
 }
 
@@ -234,7 +235,7 @@ TEST_CASE("linear: of several layers the first that overflows is told of") {
       {&linear, {narrow.data(), Dtype::kF16, 8}}
   };
   const auto pool = ThreadPool::create(2, {}, 0).value();
-  LinearScratch scratch;
+  ScratchBlock scratch;
   const Status status = PackedLinear::run_together(*pool, scratch, in, products);
   CHECK(status == Failed(ErrorCode::kRange));
   CHECK(std::any_of(wide.begin(), wide.end(), [](std::byte b) { return b != std::byte{0}; }));
@@ -263,7 +264,7 @@ TEST_CASE("linear: a residual may be the output's own memory") {
   for (uint32_t num_rows : {2u, 50u}) {
     const Rows rows(num_rows, 96, 90, Dtype::kBF16, Dtype::kBF16, 9);
     std::vector<std::byte> in_place = rows.residual;
-    LinearScratch scratch;
+    ScratchBlock scratch;
     const RowsView residual{in_place.data(), Dtype::kBF16, rows.out_stride, num_rows};
     REQUIRE(linear
                 .run(*pool, scratch, rows.view(), {in_place.data(), Dtype::kBF16, rows.out_stride},
@@ -290,7 +291,7 @@ TEST_CASE("linear: rows beyond the scratch are computed in portions") {
   std::memcpy(bytes.data() + 8'000'000, values.data(), values.size());
   const RowsView rows{bytes.data(), Dtype::kBF16, 2, 9};
   const auto pool = ThreadPool::create(2, {}, 0).value();
-  LinearScratch scratch;
+  ScratchBlock scratch;
   std::vector<float> found(9 * 7), expected(9 * 7);
   const auto target = [](std::vector<float>& to) {
     return RowsTarget{reinterpret_cast<std::byte*>(to.data()), Dtype::kF32, 28};
@@ -336,7 +337,7 @@ TEST_CASE("linear: a value that only the output's dtype cannot hold is an error,
   REQUIRE(expected == Failed(ErrorCode::kRange, "row 21, column 0"));
   for (uint32_t threads : {1u, 3u}) {
     const auto pool = ThreadPool::create(threads, {}, 0).value();
-    LinearScratch scratch;
+    ScratchBlock scratch;
     const Status found =
         packed({&part, 1}, kDefaultNumerics, best_isa()).run(*pool, scratch, rows.view(), target);
     CHECK(found == Failed(ErrorCode::kRange, expected.error().message));
@@ -399,7 +400,7 @@ TEST_CASE("linear: two threads may use one pool and one layer at a time") {
   const auto expected = rows.of(linear, 1, false);
   const auto pool = ThreadPool::create(2, {}, 0).value();
   const auto repeat = [&](bool& is_equal) {
-    LinearScratch scratch;
+    ScratchBlock scratch;
     for (int round = 0; round < 30; ++round) {
       std::vector<std::byte> out(expected.size(), std::byte{0xee});
       is_equal &=
@@ -443,9 +444,10 @@ TEST_CASE("linear: the result is within the derived bound of float64") {
 TEST_CASE("linear: wrong parts and calls are refused") {
   const Weights weights({WeightFormat::kBF16, WeightFormat::kBF16}, 50, 24, 21),
       other({WeightFormat::kBF16, WeightFormat::kBF16}, 50, 32, 22);
+  PageArena arena;
   YieldingProgress progress;
   const auto create = [&](std::span<const LinearPart> parts) {
-    return PackedLinear::create(parts, kDefaultNumerics, best_isa(), progress);
+    return PackedLinear::create(parts, kDefaultNumerics, best_isa(), arena, progress);
   };
   CHECK(create({}) == Failed(ErrorCode::kInvalidArgument));
   const LinearPart unequal[] = {weights.part(false), other.part(false)};
@@ -460,11 +462,11 @@ TEST_CASE("linear: wrong parts and calls are refused") {
   part.input_column = UINT32_MAX - 3;
   CHECK(create({&part, 1}) == Failed(ErrorCode::kInvalidArgument));
   part = weights.part(false);
-  CHECK(PackedLinear::create({&part, 1}, NumericsClass::kBf16Mma, Isa::kScalar, progress) ==
+  CHECK(PackedLinear::create({&part, 1}, NumericsClass::kBf16Mma, Isa::kScalar, arena, progress) ==
         Failed(ErrorCode::kUnsupported));
   const PackedLinear linear = packed({&part, 1}, kDefaultNumerics, best_isa());
   const auto pool = ThreadPool::create(1, {}, 0).value();
-  LinearScratch scratch;
+  ScratchBlock scratch;
   CHECK(linear.run(*pool, scratch, {}, {}).ok());
   CHECK_FALSE(linear.run(*pool, scratch, {nullptr, Dtype::kF32, 96, 1}, {}).ok());
 }
