@@ -15,6 +15,7 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 #include "compute/experts/layer_checks.h"
 
 namespace dflash::compute {
@@ -113,6 +114,7 @@ Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weig
 }
 
 Status CpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
+  const OperatorScope scope(Operator::kExperts);
   DFLASH_TRY(check_batch(args, num_local_experts()));
   for (uint16_t id : args.local_expert_ids) {
     if (!experts_.is_loaded(id)) {
@@ -200,6 +202,7 @@ Status CpuLayer::place_scratch(const Portion& portion) {
 }
 
 void CpuLayer::widen_rows(const ForwardArgs& args, const Portion& portion) {
+  const OperatorScope scope(Operator::kExpertRows);
   const size_t row_bytes = spec_.in_size * dtype_bytes(args.row_dtype);
   const std::byte* source = args.rows + portion.first_row * row_bytes;
   pool_.run((portion.num_rows + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
@@ -216,6 +219,7 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Portion& portion) {
 
 void CpuLayer::encode_intermediate(const Portion& portion, YieldingProgress& progress) {
   if (encoded_intermediate_stride_ == 0) return;
+  const OperatorScope scope(Operator::kEncode);
   pool_.run((portion.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
     for (uint32_t pair = first; pair < std::min(portion.num_pairs, first + kWidenRows); ++pair) {
@@ -245,7 +249,12 @@ uint32_t CpuLayer::down_panels_per_task() const {
 }
 
 Status CpuLayer::run_gate_up(YieldingProgress& progress) {
+  OperatorScope scope(Operator::kGateUp);
   const uint32_t num_panels = experts_.num_intermediate_panels();
+  const uint64_t matrices = experts_.num_matrices();
+  scope.count(groups_.groups().size() * matrices * num_panels * experts_.gate_up_panel_bytes(),
+              groups_.rows().size() * matrices * spec_.in_size * spec_.intermediate_size,
+              numerics_name(kernels_.numerics));
   const uint32_t per_task = gate_up_panels_per_task();
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
   const uint64_t num_tasks = groups_.groups().size() * tasks_per_expert;
@@ -289,7 +298,11 @@ Status CpuLayer::run_gate_up(YieldingProgress& progress) {
 
 Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Portion& portion,
                                 YieldingProgress& progress) {
+  OperatorScope scope(Operator::kDown);
   const uint32_t num_panels = experts_.num_out_panels();
+  scope.count(groups_.groups().size() * num_panels * experts_.down_panel_bytes(),
+              groups_.rows().size() * spec_.intermediate_size * spec_.out_size,
+              numerics_name(kernels_.numerics));
   const uint32_t per_task = down_panels_per_task();
   std::atomic<bool> in_range{true};  // relaxed: read after the run, whose end synchronises
   FirstError failed;
