@@ -30,11 +30,12 @@ void OperatorClock::start() {
   running_ = owned.get();
 }
 
-std::vector<OperatorClock::Entry> OperatorClock::stop() {
+std::vector<OperatorTimes> OperatorClock::stop() {
   if (running_ == nullptr) return {};
   running_->go_to(nullptr);
   running_ = nullptr;
-  std::vector<Entry> found(owned->times_.begin(), owned->times_.end());
+  std::vector<OperatorTimes> found;
+  for (const auto& [key, times] : owned->times_) found.push_back(times);
   owned.reset();
   return found;
 }
@@ -49,6 +50,8 @@ void OperatorClock::go_to(OperatorTimes* next) {
 OperatorTimes* OperatorClock::enter(Operator which, const void* subject) {
   OperatorTimes* const before = current_;
   OperatorTimes* const next = &times_[Key(which, subject)];
+  next->which = which;
+  next->subject = subject;
   ++next->num_calls;
   go_to(next);
   return before;

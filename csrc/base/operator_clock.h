@@ -36,6 +36,8 @@ enum class Operator : uint8_t {
 const char* operator_name(Operator which);
 
 struct OperatorTimes {
+  Operator which = Operator::kOutside;
+  const void* subject = nullptr;  // where there are several of an operator: a packed matrix
   uint64_t num_calls = 0;
   int64_t own_ns = 0;  // inside it, without the operators that it calls
   int64_t lost_ns =
@@ -47,14 +49,10 @@ struct OperatorTimes {
 
 class OperatorClock {
  public:
-  // An operator, and where there are several of it what tells them apart: a packed matrix.
-  using Key = std::pair<Operator, const void*>;
-  using Entry = std::pair<Key, OperatorTimes>;
-
   // Starts the clock of this thread at zero.
   static void start();
   // Ends it and returns what it found, nothing where it does not run.
-  static std::vector<Entry> stop();
+  static std::vector<OperatorTimes> stop();
   // The clock of this thread, null where it does not run.
   static OperatorClock* running() { return running_; }
 
@@ -64,6 +62,7 @@ class OperatorClock {
   OperatorTimes& current() { return *current_; }
 
  private:
+  using Key = std::pair<Operator, const void*>;
   struct KeyHash {
     size_t operator()(const Key& key) const {
       return std::hash<const void*>()(key.second) * 31 + static_cast<size_t>(key.first);

@@ -10,29 +10,28 @@ namespace py = pybind11;
 namespace dflash::bindings {
 
 void bind_operator_clock(py::module_& module) {
-  using Entry = OperatorClock::Entry;
-  py::class_<Entry>(module, "OperatorTimes",
-                    "What the clock found of one operator, or of one packed matrix.")
+  py::class_<OperatorTimes>(module, "OperatorTimes",
+                            "What the clock found of one operator, or of one packed matrix.")
       .def_property_readonly("operator",
-                             [](const Entry& self) { return operator_name(self.first.first); })
+                             [](const OperatorTimes& self) { return operator_name(self.which); })
       .def_property_readonly(
           "subject",
-          [](const Entry& self) { return reinterpret_cast<uintptr_t>(self.first.second); },
+          [](const OperatorTimes& self) { return reinterpret_cast<uintptr_t>(self.subject); },
           "The address of the packed matrix, the first one of those in one call; else 0.")
-      .def_property_readonly("calls", [](const Entry& self) { return self.second.num_calls; })
+      .def_property_readonly("calls", [](const OperatorTimes& self) { return self.num_calls; })
       .def_property_readonly(
-          "own_ns", [](const Entry& self) { return self.second.own_ns; },
+          "own_ns", [](const OperatorTimes& self) { return self.own_ns; },
           "The time inside it, without the operators that it calls.")
       .def_property_readonly(
-          "lost_ns", [](const Entry& self) { return self.second.lost_ns; },
+          "lost_ns", [](const OperatorTimes& self) { return self.lost_ns; },
           "Of that, what jobs of a pool took beyond their tasks evenly shared by all threads.")
       .def_property_readonly(
-          "bytes", [](const Entry& self) { return self.second.num_bytes; },
+          "bytes", [](const OperatorTimes& self) { return self.num_bytes; },
           "Of weights, keys and values that it read.")
       .def_property_readonly("multiply_adds",
-                             [](const Entry& self) { return self.second.num_multiply_adds; })
+                             [](const OperatorTimes& self) { return self.num_multiply_adds; })
       .def_property_readonly(
-          "numerics", [](const Entry& self) { return self.second.numerics; },
+          "numerics", [](const OperatorTimes& self) { return self.numerics; },
           "The numerics class of the multiply-adds; empty where there are none.");
   module.def("start_operator_clock", &OperatorClock::start,
              "Has this thread's operators timed from now on, from zero. `outside` is all that is "
