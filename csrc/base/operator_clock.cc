@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kNames[] = {
     "outside",   "embedding",   "norm",       "linear",      "rotary", "append",
     "attention", "route",       "activation", "add",         "argmax", "expert call",
-    "experts",   "expert rows", "gate, up",   "encode rows", "down"};
+    "expert groups", "expert rows", "expert gate, up", "expert encode", "expert down"};
 
 // Owns what `running_` names, which is apart because operators read it without a guard.
 thread_local std::unique_ptr<OperatorClock> owned;
