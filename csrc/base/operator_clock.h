@@ -14,23 +14,23 @@
 namespace dflash {
 
 enum class Operator : uint8_t {
-  kOutside,     // Python, torch and bindings
-  kEmbedding,   // rows read out of a packed matrix
-  kNorm,        //
-  kLinear,      // products with packed matrices
-  kRotary,      //
-  kAppend,      // keys and values stored in pages
-  kAttention,   //
+  kOutside,    // Python, torch and bindings
+  kEmbedding,  // rows read out of a packed matrix
+  kNorm,
+  kLinear,  // products with packed matrices
+  kRotary,
+  kAppend,  // keys and values stored in pages
+  kAttention,
   kRoute,       // experts chosen from a router's logits
   kActivation,  // of a gated MLP at the host
-  kAdd,         //
-  kArgmax,      //
-  kExpertCall,  // routing, messages, waiting and the sum over shards
-  kExperts,     // what experts at the host take beside the four below: groups, scratch
-  kExpertRows,  // rows widened and encoded
-  kGateUp,      // products with gate and up, and the activation
-  kEncode,      // intermediate values encoded
-  kDown,        // products with down, the routed sum and the reply
+  kAdd,
+  kArgmax,
+  kExpertCall,    // routing, messages, waiting and the sum over shards
+  kExpertGroups,  // what experts at the host take beside the four below: groups, scratch
+  kExpertRows,    // rows widened and encoded
+  kExpertGateUp,  // products with gate and up, and the activation
+  kExpertEncode,  // intermediate values encoded
+  kExpertDown,    // products with down, the routed sum and the reply
 };
 
 const char* operator_name(Operator which);

@@ -98,8 +98,8 @@ class Limits:
         """Returns the seconds that reading its bytes takes, None where that is not known."""
         if not work.num_bytes:
             return 0.0
-        speed = None if work.threads is None else self.speeds[work.threads].median
-        return None if speed is None else work.num_bytes / speed
+        speed = None if work.threads is None else self.speeds.get(work.threads)
+        return None if speed is None or speed.median is None else work.num_bytes / speed.median
 
     def multiply_s(self, work: Work) -> float | None:
         """Returns the seconds that its multiply-adds take, None where that is not known."""

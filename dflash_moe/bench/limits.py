@@ -1,6 +1,6 @@
-"""`bench limits` says where a decoded token and a prefill chunk go: for each product and operator its
-time, bytes and multiply-adds, and the larger of two bounds; what jobs of the pool lose, what Python
-takes, and what waiting for workers takes beside their computing.
+"""`bench limits` says where a decoded token and a prefill chunk go: for each product and operator
+its time, bytes and multiply-adds, and the larger of two bounds; what jobs of the pool lose, what
+Python takes, and what waiting for workers takes beside their computing.
 
 All experts in the host process are measured first, and then the topology's workers, one after the
 other, so that one model at a time is in memory. Read speeds and peaks are measured in turns with
@@ -10,6 +10,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -227,6 +228,9 @@ def _measure_host(
         _measure(params, where, host, recorder)
         found = {f"{where}: {name}": pages for name, pages in _huge_pages(host, topology).items()}
         recorder.result.params["huge_pages"] |= found
+    # Models lie in cycles of references, and the next one needs the memory.
+    del host
+    gc.collect()
 
 
 def _measure(params: LimitsParams, where: str, host: MeasuredHost, recorder: Recorder) -> None:

@@ -114,7 +114,7 @@ Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weig
 }
 
 Status CpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
-  const OperatorScope scope(Operator::kExperts);
+  const OperatorScope scope(Operator::kExpertGroups);
   DFLASH_TRY(check_batch(args, num_local_experts()));
   for (uint16_t id : args.local_expert_ids) {
     if (!experts_.is_loaded(id)) {
@@ -219,7 +219,7 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Portion& portion) {
 
 void CpuLayer::encode_intermediate(const Portion& portion, YieldingProgress& progress) {
   if (encoded_intermediate_stride_ == 0) return;
-  const OperatorScope scope(Operator::kEncode);
+  const OperatorScope scope(Operator::kExpertEncode);
   pool_.run((portion.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
     for (uint32_t pair = first; pair < std::min(portion.num_pairs, first + kWidenRows); ++pair) {
@@ -249,7 +249,7 @@ uint32_t CpuLayer::down_panels_per_task() const {
 }
 
 Status CpuLayer::run_gate_up(YieldingProgress& progress) {
-  OperatorScope scope(Operator::kGateUp);
+  OperatorScope scope(Operator::kExpertGateUp);
   const uint32_t num_panels = experts_.num_intermediate_panels();
   const uint64_t matrices = experts_.num_matrices();
   scope.count(groups_.groups().size() * matrices * num_panels * experts_.gate_up_panel_bytes(),
@@ -298,7 +298,7 @@ Status CpuLayer::run_gate_up(YieldingProgress& progress) {
 
 Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Portion& portion,
                                 YieldingProgress& progress) {
-  OperatorScope scope(Operator::kDown);
+  OperatorScope scope(Operator::kExpertDown);
   const uint32_t num_panels = experts_.num_out_panels();
   scope.count(groups_.groups().size() * num_panels * experts_.down_panel_bytes(),
               groups_.rows().size() * spec_.intermediate_size * spec_.out_size,

@@ -42,9 +42,10 @@ def _panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         chosen = [name] if name in named else [one for one in total if one not in named]
         for place, one in enumerate(shares):
             part, bound = (sum(one.get(each, (0.0, 0.0))[at] for each in chosen) for at in (0, 1))
+            full = min(part, bound)
+            axis.bar(place, full, bottom=below[place], color=color, width=0.72)
             label = name if place == 0 else None
-            axis.bar(place, min(part, bound), bottom=below[place], color=color, width=0.72, label=label)
-            axis.bar(place, max(0.0, part - bound), bottom=below[place] + min(part, bound), color=color, width=0.72, alpha=0.35)
+            axis.bar(place, part - full, bottom=below[place] + full, color=color, width=0.72, alpha=0.4, label=label)
             below[place] += part
     for place, row in enumerate(rows):
         share = row.get("share")
