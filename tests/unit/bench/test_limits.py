@@ -110,7 +110,7 @@ def test_every_moment_of_a_step_is_in_one_part(opened):
     assert total == pytest.approx(watch.whole_s)
     # Only the two calls that start and stop the clock are in no part.
     assert 0 <= found["rest_s"] < found["python_s"]
-    assert {part["part"] for part in found["parts"]} >= {"Python and torch", "expert call", "embedding", "add"}
+    assert {part["part"] for part in found["parts"]} >= {"Python and torch", "expert call", "expert groups", "add"}
     assert all(0 <= part["fork_wait_s"] <= part["seconds"] for part in found["parts"])
     # Nothing was measured that bounds it.
     assert (found["bound_s"], found["share"]) == (None, None)
