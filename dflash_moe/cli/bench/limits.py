@@ -32,9 +32,14 @@ def limits(
         str, typer.Option(metavar="N[,N...]", help="Comma-separated numbers of sequences that decode together.")
     ] = "1,4,16",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence before the decoded ones.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence that are decoded and timed in every round.")] = 16,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each sequence that are decoded and timed in every round.")
+    ] = 16,
     prefill: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Comma-separated lengths of a chunk, in tokens; an empty list leaves prefill out.")
+        str,
+        typer.Option(
+            metavar="N[,N...]", help="Comma-separated lengths of a chunk, in tokens; an empty list leaves prefill out."
+        ),
     ] = "128,512,2048,8192",
     repeat: Annotated[int, typer.Option(min=1, help="Measured rounds; all cases of a host are interleaved in each.")] = 5,
     with_local: Annotated[
