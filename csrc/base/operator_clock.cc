@@ -9,9 +9,10 @@ namespace dflash {
 namespace {
 
 constexpr const char* kNames[] = {
-    "outside",   "embedding",   "norm",       "linear",      "rotary", "append",
-    "attention", "route",       "activation", "add",         "argmax", "expert call",
-    "expert groups", "expert rows", "expert gate, up", "expert encode", "expert down"};
+    "outside",       "embedding",   "norm",          "linear",      "rotary",
+    "append",        "attention",   "route",         "activation",  "add",
+    "argmax",        "expert call", "expert groups", "expert rows", "expert gate, up",
+    "expert encode", "expert down"};
 
 // Owns what `running_` names, which is apart because operators read it without a guard.
 thread_local std::unique_ptr<OperatorClock> owned;
