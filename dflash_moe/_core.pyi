@@ -312,6 +312,35 @@ class HostPool:
     @property
     def threads(self) -> int: ...
 
+class OperatorTimes:
+    """What the clock found of one operator, or of one packed matrix."""
+
+    @property
+    def bytes(self) -> int:
+        """Of weights, keys and values that it read."""
+
+    @property
+    def calls(self) -> int: ...
+    @property
+    def lost_ns(self) -> int:
+        """Of that, what jobs of a pool took beyond their tasks evenly shared by all threads."""
+
+    @property
+    def multiply_adds(self) -> int: ...
+    @property
+    def numerics(self) -> str:
+        """The numerics class of the multiply-adds; empty where there are none."""
+
+    @property
+    def operator(self) -> str: ...
+    @property
+    def own_ns(self) -> int:
+        """The time inside it, without the operators that it calls."""
+
+    @property
+    def subject(self) -> int:
+        """The address of the packed matrix, the first one of those in one call; else 0."""
+
 class ResidentShard:
     """The loan of a shard. A shard that others use is complete; a new one is loaded by the
     borrower.
@@ -1234,6 +1263,10 @@ class PackedLinear:
         """
 
     @property
+    def address(self) -> int:
+        """What OperatorTimes.subject names it by."""
+
+    @property
     def formats(self) -> list[str]:
         """Of each part: the format that is kept."""
 
@@ -1658,6 +1691,14 @@ def set_canonical_float_mode() -> None:
 
 def shard_checksum(experts: Sequence[int]) -> int:
     """The checksum of a shard, from the values of its experts in ascending order of their ids."""
+
+def start_operator_clock() -> None:
+    """Has this thread's operators timed from now on, from zero. `outside` is all that is no
+    operator, so that the times add up to the time from start to stop.
+    """
+
+def stop_operator_clock() -> list[OperatorTimes]:
+    """Ends that, and returns what was found; nothing where the clock does not run."""
 
 def supported_isas() -> list[str]:
     """The kernel sets that this processor can run, the best one last, for example ["reference",

@@ -161,6 +161,10 @@ void bind_linear(py::module_& module) {
            "Writes the weights of outputs `ids` (int64) as rows [num_ids, inputs], widened exactly "
            "and rounded once. ConfigError for an id that is not there.")
       .def_property_readonly(
+          "address",
+          [](const LinearBox& self) { return reinterpret_cast<uintptr_t>(&self.linear); },
+          "What OperatorTimes.subject names it by.")
+      .def_property_readonly(
           "inputs", [](const LinearBox& self) { return self.linear.inputs(); },
           "Elements of a row that each part reads.")
       .def_property_readonly(

@@ -17,6 +17,7 @@ void bind_plugin(pybind11::module_& module);
 void bind_host_device(pybind11::module_& module);
 void bind_device_step(pybind11::module_& module);
 void bind_host_pool(pybind11::module_& module);
+void bind_operator_clock(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);
 void bind_token_batch(pybind11::module_& module);
 void bind_client(pybind11::module_& module);
@@ -61,6 +62,7 @@ PYBIND11_MODULE(_core, module) {
   bind_plugin(module);
   bind_host_device(module);
   bind_host_pool(module);
+  bind_operator_clock(module);
   bind_worker(module);
   bind_slot_plan(module);
   bind_token_batch(module);

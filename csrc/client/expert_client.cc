@@ -8,6 +8,7 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 #include "client/engine.h"
 #include "client/turn.h"
 #include "wire/limits.h"
@@ -202,6 +203,7 @@ void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
 // -- calls --
 
 Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
+  const OperatorScope scope(Operator::kExpertCall);
   State::Inside engine(*state_);
   const Layer* found = engine->layers().find(layer);
   if (found == nullptr)
@@ -221,6 +223,7 @@ Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
 }
 
 bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
+  const OperatorScope scope(Operator::kExpertCall);
   const auto is_done = [&] { return call->is_done.load(std::memory_order_acquire); };
   State& state = *state_;
   while (!is_done() && !tick.has_passed()) {

@@ -67,18 +67,8 @@ def open_hosts(
             recorder.result.params["processes"] = resident_memory(remote.runtime)
         local = None
         if with_local:
-            threads = thread_plan(topology, resolve_settings(topology.stated_settings, **overrides))
-            total_threads = threads.host + sum(threads.workers.values())
-            own = {key: value for key, value in overrides.items() if key not in NOT_LOCAL}
             try:
-                local = _open(
-                    stack,
-                    directory,
-                    local_topology(topology, total_threads),
-                    {**own, "mode": "batched"},
-                    recorder,
-                    micro_batches,
-                )
+                local = _open(stack, directory, *all_local(topology, overrides), recorder, micro_batches)
             except ConfigError as error:
                 recorder.reporter.say(f"row {LOCAL} is left out: {error}")
                 if recorder.result is not None:
@@ -108,6 +98,15 @@ def _open(
     elif keeps_torch:
         sides = dataclasses.replace(sides, threads={**sides.threads, HOST: None})
     return MeasuredHost(runtime, model, sides)
+
+
+def all_local(topology: Topology, overrides: Mapping[str, Any]) -> tuple[Topology, dict[str, Any]]:
+    """Returns a topology with all experts in the host process, and the settings for it. Its threads
+    are those that host and workers have together.
+    """
+    threads = thread_plan(topology, resolve_settings(topology.stated_settings, **overrides))
+    own = {key: value for key, value in overrides.items() if key not in NOT_LOCAL}
+    return local_topology(topology, threads.host + sum(threads.workers.values())), {**own, "mode": "batched"}
 
 
 def local_topology(topology: Topology, total_threads: int) -> Topology:

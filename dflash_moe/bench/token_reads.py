@@ -65,23 +65,39 @@ def count_reads(host: HostModel, runtime: ExpertRuntime, input_ids: Any, new_tok
 
     prompt = input_ids[0].tolist()
     total: Counter[str] = Counter({HOST: new_tokens * dense_bytes(host.model)})
-    padded = _padding(runtime)
-    shards = {layer.index: at for at, layer in enumerate(runtime.spec.layers)}
-
-    def receive(layer: int, topk_ids: Any) -> None:
-        spec, chosen = runtime.spec.layers[shards[layer]], set(topk_ids.unique().tolist())
-        for shard in runtime.placement.layers[shards[layer]]:
-            is_packed = runtime.placement.layout_of(shard.holder) == "packed"
-            size = spec.resident_bytes(shard.weights) * padded[shard.holder] if is_packed else spec.expert_bytes
-            total[sides.of_holder[shard.holder]] += round(size * len(chosen & set(shard.experts)))
-
+    experts = ExpertWork(runtime, sides)
     with closing(host.sequence(len(prompt) + new_tokens)) as run:
         token_id = int(torch.argmax(run.forward(prompt)))
         for step in range(new_tokens):
-            with experts_watched(host.model, receive):
+            with experts_watched(host.model, experts.receive):
                 token_id = int(torch.argmax(run.forward([token_id])))
             total[HOST] += _kv_bytes(host, run, len(prompt) + step + 1)
-    return {side: total[side] / new_tokens for side in sides.threads}
+    return {side: (total[side] + experts.num_bytes[side]) / new_tokens for side in sides.threads}
+
+
+class ExpertWork:
+    """Counts what the routed experts of a runtime read and multiply, from the routing of calls:
+    `num_bytes` of weights by side, and `multiply_adds` by side and numerics class.
+    """
+
+    def __init__(self, runtime: ExpertRuntime, sides: Sides) -> None:
+        self._runtime, self._sides, self._padded = runtime, sides, _padding(runtime)
+        self._places = {layer.index: at for at, layer in enumerate(runtime.spec.layers)}
+        self.num_bytes: Counter[str] = Counter()
+        self.multiply_adds: Counter[tuple[str, str]] = Counter()
+
+    def receive(self, layer: int, topk_ids: Any) -> None:
+        """Counts a call, whose experts are read once and multiplied with each of their rows."""
+        placement, place = self._runtime.placement, self._places[layer]
+        spec, chosen = self._runtime.spec.layers[place], Counter(topk_ids.flatten().tolist())
+        ffn = spec.ffn
+        weights = ((ffn.num_matrices - 1) * ffn.in_size + ffn.out_size) * ffn.intermediate_size
+        for shard in placement.layers[place]:
+            is_packed = placement.layout_of(shard.holder) == "packed"
+            size = spec.resident_bytes(shard.weights) * self._padded[shard.holder] if is_packed else spec.expert_bytes
+            side, rows = self._sides.of_holder[shard.holder], [chosen[expert] for expert in shard.experts if expert in chosen]
+            self.num_bytes[side] += round(size * len(rows))
+            self.multiply_adds[side, shard.numerics] += sum(rows) * weights
 
 
 def _padding(runtime: ExpertRuntime) -> dict[str, float]:

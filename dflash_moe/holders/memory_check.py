@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dflash_moe.placement.held_shards import HeldShard
 
 UNSTATED_SHARE = 0.5
+# Errors about missing memory begin so.
+SHORTFALL = "memory: "
 
 
 def check_memory(
@@ -77,7 +79,7 @@ def _shortfall_text(who: str, needed: int, available: int, num_experts: int) -> 
     gib = 1 << 30
     fitting = available * num_experts // needed
     return (
-        f"memory: {who} need {needed / gib:.2f} GiB for the placed experts, {available / gib:.2f} GiB are available: "
+        f"{SHORTFALL}{who} need {needed / gib:.2f} GiB for the placed experts, {available / gib:.2f} GiB are available: "
         f"{(needed - available) / gib:.2f} GiB short, {fitting} of the {num_experts} experts fit; place fewer experts there, "
         "add workers, or use a smaller dtype"
     )

@@ -38,6 +38,18 @@ def process_memory(pid: int | None = None) -> ProcessMemory:
     return ProcessMemory(found["RssAnon"], found["RssFile"], found["RssShmem"])
 
 
+def huge_page_bytes(pid: int | None = None) -> int | None:
+    """Returns how many anonymous bytes of a process lie on huge pages (/proc/PID/smaps_rollup), of
+    this process where `pid` is None; None where the system does not say.
+    """
+    try:
+        text = Path("/proc", "self" if pid is None else str(pid), "smaps_rollup").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("AnonHugePages:")]
+    return int(found[0]) * 1024 if found else None
+
+
 def trim_heap() -> None:
     """Gives freed memory back to the system that the C library keeps for later, where it has a
     function for that.

@@ -15,6 +15,7 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 #include "compute/experts/layer_checks.h"
 
 namespace dflash::compute {
@@ -119,6 +120,7 @@ Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weig
 }
 
 Status CpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
+  const OperatorScope scope(Operator::kExpertGroups);
   DFLASH_TRY(check_batch(args, num_local_experts()));
   for (uint16_t id : args.local_expert_ids) {
     if (!experts_.is_loaded(id)) {
@@ -212,6 +214,7 @@ Status CpuLayer::place_scratch(const Run& run) const {
 }
 
 void CpuLayer::widen_rows(const Run& run) const {
+  const OperatorScope scope(Operator::kExpertRows);
   const ForwardArgs& args = run.args;
   const uint32_t num_rows = run.portion.num_rows;
   const ForwardScratch& s = run.scratch;
@@ -231,6 +234,7 @@ void CpuLayer::widen_rows(const Run& run) const {
 
 void CpuLayer::encode_intermediate(const Run& run) const {
   if (encoded_intermediate_stride_ == 0) return;
+  const OperatorScope scope(Operator::kExpertEncode);
   const uint32_t num_pairs = run.portion.num_pairs;
   pool_.run((num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
@@ -261,8 +265,13 @@ uint32_t CpuLayer::down_panels_per_task(const ExpertGroups& groups) const {
 }
 
 Status CpuLayer::run_gate_up(const Run& run) const {
+  OperatorScope scope(Operator::kExpertGateUp);
   const ForwardScratch& s = run.scratch;
   const uint32_t num_panels = experts_.num_intermediate_panels();
+  const uint64_t matrices = experts_.num_matrices();
+  scope.count(run.groups().size() * matrices * num_panels * experts_.gate_up_panel_bytes(),
+              s.groups.rows().size() * matrices * spec_.in_size * spec_.intermediate_size,
+              numerics_name(kernels_.numerics));
   const uint32_t per_task = gate_up_panels_per_task(s.groups);
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
   const uint64_t num_tasks = run.groups().size() * tasks_per_expert;
@@ -305,9 +314,13 @@ Status CpuLayer::run_gate_up(const Run& run) const {
 }
 
 Result<bool> CpuLayer::run_down(const Run& run) const {
+  OperatorScope scope(Operator::kExpertDown);
   const ForwardScratch& s = run.scratch;
   const uint32_t num_rows = run.portion.num_rows;
   const uint32_t num_panels = experts_.num_out_panels();
+  scope.count(run.groups().size() * num_panels * experts_.down_panel_bytes(),
+              s.groups.rows().size() * spec_.intermediate_size * spec_.out_size,
+              numerics_name(kernels_.numerics));
   const uint32_t per_task = down_panels_per_task(s.groups);
   std::atomic<bool> in_range{true};  // relaxed: read after the run, whose end synchronises
   FirstError failed;

@@ -12,6 +12,7 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 
 namespace dflash::compute {
 namespace {
@@ -107,6 +108,7 @@ Result<KvLayer> KvLayer::create(const KvShape& shape) {
 
 Status KvLayer::append(std::span<const int64_t> slots, const RowsView& keys,
                        const RowsView& values) {
+  const OperatorScope scope(Operator::kAppend);
   const int64_t num_slots = int64_t{shape_.num_blocks} * kBlockTokens;
   for (size_t i = 0; i < slots.size(); ++i) {
     if (slots[i] < 0 || slots[i] >= num_slots) {

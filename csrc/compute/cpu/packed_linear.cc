@@ -9,6 +9,7 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 #include "compute/cpu/panels/matrix_packer.h"
 #include "compute/cpu/panels/pack.h"
 #include "compute/experts/layer_checks.h"
@@ -117,6 +118,8 @@ Status PackedLinear::gather(ThreadPool& pool, std::span<const int64_t> ids,
                                                     std::to_string(outputs_) + " rows"};
     }
   }
+  OperatorScope scope(Operator::kEmbedding);
+  scope.count(ids.size() * (resident_bytes() / outputs_), 0, "");
   FirstOverflow overflow;
   pool.run((ids.size() + kGatherRows - 1) / kGatherRows, [&](uint64_t task) {
     const CanonicalFloatMode mode;

@@ -8,6 +8,7 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 #include "compute/cpu/packed_linear.h"
 #include "compute/experts/layer_checks.h"
 
@@ -231,12 +232,17 @@ Status PackedLinear::run_together(ThreadPool& pool, ScratchBlock& scratch, const
     return linear.encoded_bytes_ == 0 ? 0 : padded_bytes(linear.encoded_bytes_);
   };
   size_t row_bytes = 0, all_bytes = 0;
+  uint64_t multiply_adds = 0;
   for (const LinearProduct& product : products) {
     DFLASH_TRY(check_linear_rows(rows, product.out, product.residual));
     row_bytes += widened_bytes(*product.linear) + encoded_bytes(*product.linear);
     all_bytes += product.linear->panels_.num_bytes();
+    multiply_adds += uint64_t{rows.num_rows} * product.linear->inputs_ * product.linear->outputs_;
   }
   if (products.empty()) return ok();
+  const PackedLinear& first = *products.front().linear;
+  OperatorScope scope(Operator::kLinear, &first);
+  scope.count(all_bytes, multiply_adds, numerics_name(first.numerics(0)));
   const CanonicalFloatMode mode;
   const auto most =
       static_cast<uint32_t>(std::clamp<size_t>(kMaxScratchBytes / row_bytes, 1, UINT32_MAX));

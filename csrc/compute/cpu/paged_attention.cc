@@ -10,8 +10,10 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 #include "compute/cpu/attention_kernels.h"
 #include "compute/cpu/attention_split.h"
+#include "compute/numerics.h"
 
 namespace dflash::compute {
 
@@ -86,6 +88,8 @@ class AttentionCall {
         out_(out) {}
 
   Status run(ThreadPool& pool, AttentionScratch& scratch);
+  // Adds the keys and values that rows see, and their products, to what the clock counts.
+  void count_work(OperatorScope& scope) const;
 
  private:
   void run_task(const AttentionTask& task, const ThreadRows& rows);
@@ -112,6 +116,21 @@ class AttentionCall {
   // synchronises.
   std::atomic<uint32_t> first_bad_row_{UINT32_MAX};
 };
+
+void AttentionCall::count_work(OperatorScope& scope) const {
+  const KvShape& shape = kv_.shape;
+  uint64_t num_keys = 0, num_pairs = 0;  // pairs of a row and a key that it sees
+  for (const AttentionPlan::Sequence& sequence : plan_.sequences()) {
+    const uint32_t end = sequence.first_position + sequence.num_rows;
+    num_keys += end - first_visible(sequence.first_position, form_.window);
+    for (uint32_t position = sequence.first_position; position < end; ++position)
+      num_pairs += position + 1 - first_visible(position, form_.window);
+  }
+  const size_t block_bytes = shape.key_block_bytes() + shape.value_block_bytes();
+  scope.count(num_keys * shape.num_kv_heads * block_bytes / kBlockTokens,
+              num_pairs * num_heads_ * (shape.key_size + shape.value_size),
+              numerics_name(NumericsClass::kF32Canonical));
+}
 
 Status AttentionCall::run(ThreadPool& pool, AttentionScratch& scratch) {
   const KvShape& shape = kv_.shape;
@@ -274,8 +293,10 @@ Status paged_attention(ThreadPool& pool, Isa isa, const KvView& kv, const Attent
                        const RowsTarget& out, AttentionScratch& scratch) {
   DFLASH_TRY(check_arguments(kv.shape, plan, form, num_heads, queries));
   if (plan.num_rows() == 0) return ok();
+  OperatorScope scope(Operator::kAttention);
   const CanonicalFloatMode mode;
   AttentionCall call(attention_kernels(isa), kv, plan, form, num_heads, queries, out);
+  if (scope.is_clocked()) call.count_work(scope);
   return call.run(pool, scratch);
 }
 

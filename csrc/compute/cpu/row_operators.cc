@@ -10,6 +10,7 @@
 
 #include "base/dtype.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 #include "compute/cpu/row_kernel_set.h"
 #include "compute/operators/argmax.h"
 #include "compute/operators/gating.h"
@@ -119,6 +120,7 @@ const RowKernels& row_kernels(Isa isa) {
 }
 
 Status normalize(ThreadPool& pool, Isa isa, const NormArgs& args) {
+  const OperatorScope scope(Operator::kNorm);
   const uint32_t num_rows = args.rows.num_rows, width = args.width;
   const bool has_residual = args.residual.data != nullptr, keeps_sum = args.sum.data != nullptr;
   DFLASH_TRY(check_width(width));
@@ -239,6 +241,7 @@ class HeadRotation {
 }  // namespace
 
 Status rotate(ThreadPool& pool, Isa isa, const RotateArgs& args) {
+  const OperatorScope scope(Operator::kRotary);
   const RotaryForm& form = args.form;
   DFLASH_TRY(check_rotary(form));
   const uint32_t num_rows = args.rows.num_rows, width = form.num_heads * form.head_dim;
@@ -304,6 +307,7 @@ void write_ids(const RouteArgs& args, uint64_t row, const uint32_t* ids) {
 }  // namespace
 
 Status route(ThreadPool& pool, Isa isa, const RouteArgs& args) {
+  const OperatorScope scope(Operator::kRoute);
   const RouterForm& form = args.form;
   const uint32_t num_rows = args.logits.num_rows, num_experts = form.num_experts;
   const size_t id_bytes = args.id_type == IdType::kInt64 ? 8 : 4;
@@ -332,6 +336,7 @@ Status route(ThreadPool& pool, Isa isa, const RouteArgs& args) {
 }
 
 Status apply_gate(ThreadPool& pool, Isa isa, const GateArgs& args) {
+  const OperatorScope scope(Operator::kActivation);
   const uint32_t num_rows = args.up.num_rows, width = args.width;
   const bool has_gate = args.spec.gate != GateKind::kNone;
   DFLASH_TRY(check_width(width));
@@ -352,6 +357,7 @@ Status apply_gate(ThreadPool& pool, Isa isa, const GateArgs& args) {
 }
 
 Status add_scaled(ThreadPool& pool, Isa isa, const AddScaledArgs& args) {
+  const OperatorScope scope(Operator::kAdd);
   const uint32_t num_rows = args.rows.num_rows, width = args.width;
   const bool has_base = args.base.data != nullptr, has_gate = args.gate.data != nullptr;
   DFLASH_TRY(check_width(width));
@@ -379,6 +385,7 @@ Status add_scaled(ThreadPool& pool, Isa isa, const AddScaledArgs& args) {
 }
 
 Status argmax(ThreadPool& pool, Isa isa, uint32_t width, const RowsView& rows, int64_t* places) {
+  const OperatorScope scope(Operator::kArgmax);
   DFLASH_TRY(check_width(width));
   DFLASH_TRY(check_rows("rows", rows, rows.num_rows));
   if (rows.num_rows != 0 && places == nullptr) return invalid("places have no address");

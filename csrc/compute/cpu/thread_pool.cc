@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "base/float_mode.h"
+#include "base/operator_clock.h"
 
 namespace dflash::compute {
 namespace {
@@ -101,7 +102,9 @@ bool ThreadPool::take_and_run(uint32_t thread) {
   do {
     if ((work & kTaskMask) >= (work >> kTaskBits)) return false;
   } while (!work_.compare_exchange_weak(work, work + 1));
+  const int64_t begun_ns = is_timed_ ? now_ns() : 0;
   function_(context_, first_task_ + (work & kTaskMask), thread);
+  if (begun_ns != 0) busy_ns_.fetch_add(now_ns() - begun_ns, std::memory_order_relaxed);
   if (num_pending_.fetch_sub(1) == 1 && caller_sleeps_.load()) {
     const std::lock_guard lock(mutex_);
     all_done_.notify_one();
@@ -139,9 +142,16 @@ void ThreadPool::run_job(uint64_t num_tasks, TaskFunction function, void* contex
   }
   function_ = function;
   context_ = context;
+  OperatorClock* const clock = OperatorClock::running();
+  is_timed_ = clock != nullptr;
+  busy_ns_.store(0, std::memory_order_relaxed);
+  const int64_t begun_ns = clock == nullptr ? 0 : now_ns();
   for (first_task_ = 0; first_task_ < num_tasks; first_task_ += kTaskMask) {
     run_piece(num_tasks - first_task_ < kTaskMask ? num_tasks - first_task_ : kTaskMask);
   }
+  if (clock == nullptr) return;
+  const int64_t shared_ns = busy_ns_.load(std::memory_order_relaxed) / num_threads_;
+  clock->current().lost_ns += now_ns() - begun_ns - shared_ns;
 }
 
 void ThreadPool::run_piece(uint64_t num_tasks) {

@@ -78,12 +78,15 @@ class ThreadPool {
   // Written by the caller while no task is pending, and published by work_.
   TaskFunction function_ = nullptr;
   void* context_ = nullptr;
+  bool is_timed_ = false;    // whether the caller's clock runs
   uint64_t first_task_ = 0;  // the first task of the piece that work_ counts
   // num_tasks << 24 | next task. Both are in one word, so that a thread that wakes late can never
   // take a task of a job that it does not see.
   alignas(64) std::atomic<uint64_t> work_{0};
   // Tasks that are not finished. Its decrement publishes their outputs to the caller.
   alignas(64) std::atomic<uint64_t> num_pending_{0};
+  // Time in the tasks of a timed job, all threads together. Relaxed: num_pending_ publishes it.
+  std::atomic<int64_t> busy_ns_{0};
   std::atomic<uint32_t> num_sleepers_{0};
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> is_stopping_{false};

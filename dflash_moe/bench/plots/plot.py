@@ -15,6 +15,7 @@ from typing import Any
 from dflash_moe.bench.plots import attention as plot_attention
 from dflash_moe.bench.plots import experts as plot_experts
 from dflash_moe.bench.plots import ipc as plot_ipc
+from dflash_moe.bench.plots import limits as plot_limits
 from dflash_moe.bench.plots import modes as plot_modes
 from dflash_moe.bench.plots import scheduler as plot_scheduler
 from dflash_moe.bench.plots import timeline as plot_timeline
@@ -33,6 +34,7 @@ PAINTERS: dict[str, Callable[[Sequence[Named], Any], Any]] = {
     "experts": plot_experts.draw_experts,
     "attention": plot_attention.draw_attention,
     "scheduler": plot_scheduler.draw_scheduler,
+    "limits": plot_limits.draw_limits,
 }
 
 
@@ -138,11 +140,17 @@ def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
         "experts": plot_experts.FIELDS,
         "attention": plot_attention.APPEND_FIELDS if plot_attention.is_append(row) else plot_attention.FIELDS,
         "scheduler": plot_scheduler.FIELDS,
+        "limits": plot_limits.FIELDS,
     }[case]
     _check_numbers(row, ("name", *fields), name)
     _check_numbers(row, [key for key in ("prompt_tokens",) if row.get(key) is not None], name)
     if case == "scheduler":
         _check_parts(row, name)
+    if case == "limits":
+        if not isinstance(row.get("parts"), list) or not all(isinstance(part, Mapping) for part in row["parts"]):
+            raise ConfigError(f"{name}: row {row['name']!r}, field 'parts': expected a list of objects")
+        for part in row["parts"]:
+            _check_numbers({"name": f"{row['name']} part", **part}, plot_limits.PART_FIELDS, name)
 
 
 def _check_parts(row: Mapping[str, Any], name: str) -> None:
@@ -156,11 +164,11 @@ def _check_parts(row: Mapping[str, Any], name: str) -> None:
         _check_numbers({"name": f"{row['name']} {key}", **row[key]}, fields, name)
 
 
-TEXTS = {"name", "mode", "dtype", "worker", "transport", "format", "kv_dtype", "through"}
+TEXTS = {"name", "part", "mode", "dtype", "worker", "transport", "format", "kv_dtype", "through"}
 LISTS = {"samples_s"}
 # These fields are drawn on logarithmic axes, or divided by.
 POSITIVE = {"gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s", "tokens", "payload_bytes", "memcpy_bytes_per_s",
-            "context", "us"}  # fmt: skip
+            "context", "us", "step_s"}  # fmt: skip
 # A number beyond this, in bytes, nanoseconds or operations, is damage, and axes cannot show it.
 LARGEST = 1e18
 

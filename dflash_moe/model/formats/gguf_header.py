@@ -65,8 +65,9 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    # The header takes so many bytes.
+    # The header takes so many bytes, and what is before the table of tensors so many.
     num_bytes: int
+    metadata_end: int
 
 
 def read_gguf_header(path: Path, file: int) -> GgufHeader:
@@ -118,12 +119,13 @@ class _Reader:
         num_tensors = self._count("number of tensors", _LEAST_TENSOR_BYTES)
         num_entries = self._count("number of metadata entries", _LEAST_ENTRY_BYTES)
         metadata = self._metadata(num_entries)
+        metadata_end = self.at
         table = self._tensor_table(num_tensors)
         alignment = self._alignment(metadata)
         data_start = -(-self.at // alignment) * alignment
         tensors = {name: self._located(name, entry, data_start, alignment, file) for name, entry in table.items()}
         self._check_overlap(tensors)
-        return GgufHeader(metadata, tensors, self.at)
+        return GgufHeader(metadata, tensors, self.at, metadata_end)
 
     def _wrong(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}")

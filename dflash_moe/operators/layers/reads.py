@@ -18,9 +18,20 @@ from dflash_moe.config import BLOCK_TOKENS
 from dflash_moe.operators.attention_probe import AttentionCall
 from dflash_moe.operators.gathered_attention import layer_of
 from dflash_moe.operators.layers.attention_block import GroupedAttention, LatentAttention
+from dflash_moe.operators.layers.blocks import MlpParts
 from dflash_moe.operators.linear import HostEmbedding, HostLinear
-from dflash_moe.operators.paged_attention import LayerPages, pages_of
+from dflash_moe.operators.paged_attention import LatentHeads, LayerPages, pages_of
 from dflash_moe.operators.routers import HostRouter
+
+# Products that are computed together with others go by the first one's matrix.
+_TOGETHER = {
+    (GroupedAttention, "query"): "query, key, value",
+    (LatentAttention, "query_down"): "query down, latent",
+    (MlpParts, "gate"): "mlp gate, up",
+    (MlpParts, "down"): "mlp down",
+    (LatentHeads, "keys"): "latent keys",
+    (LatentHeads, "values"): "latent values",
+}
 
 
 def packed_linears(model: nn.Module) -> list[_core.PackedLinear]:
@@ -29,6 +40,20 @@ def packed_linears(model: nn.Module) -> list[_core.PackedLinear]:
     for part in _parts(model):
         found.update({id(value): value for value in _values(part) if isinstance(value, _core.PackedLinear)})
     return list(found.values())
+
+
+def linear_names(model: nn.Module) -> dict[int, str]:
+    """Returns what the packed matrices of a model are, by their addresses: `output`, `router`,
+    `lm_head`; matrices of all layers that are the same part have one name.
+    """
+    found: dict[int, str] = {}
+    for part in _parts(model):
+        named = {**vars(part), **part._modules} if isinstance(part, nn.Module) else _fields(part)
+        for name, value in named.items():
+            packed = value.packed if isinstance(value, HostLinear | HostRouter) else value
+            if isinstance(packed, _core.PackedLinear) and name != "packed":
+                found[packed.address] = _TOGETHER.get((type(part), name), name)
+    return found
 
 
 def dense_bytes(model: nn.Module) -> int:
@@ -82,9 +107,13 @@ def _parts(model: nn.Module) -> Iterator[Any]:
 def _values(part: Any) -> list[Any]:
     if isinstance(part, nn.Module):
         return [*vars(part).values(), *part._parameters.values(), *part._buffers.values()]
+    return list(_fields(part).values())
+
+
+def _fields(part: Any) -> dict[str, Any]:
     if _is_parts(part):
-        return [getattr(part, field.name) for field in fields(part)]
-    return list(getattr(part, "__dict__", {}).values())
+        return {field.name: getattr(part, field.name) for field in fields(part)}
+    return dict(getattr(part, "__dict__", {}))
 
 
 def _is_parts(value: Any) -> bool:

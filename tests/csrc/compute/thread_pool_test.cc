@@ -6,7 +6,11 @@
 
 #include <atomic>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "base/clock.h"
+#include "base/operator_clock.h"
 
 using namespace dflash;
 using compute::ThreadPool;
@@ -38,4 +42,26 @@ TEST_CASE("jobs of several callers run one at a time, and each runs whole") {
     CHECK_FALSE(met.load());
     CHECK(tasks_run.load() == kCallers * kJobs * kTasks);
   }
+}
+
+TEST_CASE("the caller's clock learns what a job lost, and what runs alone loses nothing") {
+  auto made = ThreadPool::create(2, {}, 0);
+  REQUIRE(made.ok());
+  const auto lost_of = [&](uint64_t num_tasks) {
+    OperatorClock::start();
+    {
+      const OperatorScope scope(Operator::kNorm);
+      // One task naps, so that the other thread has nothing to do meanwhile.
+      made.value()->run(num_tasks, [](uint64_t task) {
+        if (task == 0) nap_ns(2'000'000);
+      });
+    }
+    for (const OperatorTimes& one : OperatorClock::stop())
+      if (one.which == Operator::kNorm) return std::pair(one.own_ns, one.lost_ns);
+    return std::pair(int64_t{0}, int64_t{-1});
+  };
+  const auto [own_ns, lost_ns] = lost_of(2);
+  CHECK(lost_ns > 0);
+  CHECK(lost_ns < own_ns);
+  CHECK(lost_of(1).second == 0);
 }

@@ -94,6 +94,14 @@ IPC = [
     for kind in ("shared", "unix") for size in (64, 4096)
 ]  # fmt: skip
 IPC.append({"name": "call_shared", "transport": "shared", "added_p50_us": 6.5, "added_p99_us": 20.0, **timing_fields([1e-5])})
+LIMITS = [
+    {
+        "name": name, "step_s": 2e-3, "rest_s": 0.0, "share": 0.6,
+        "parts": [{"part": "lm_head", "seconds": 1.5e-3, "bound_s": 1.2e-3}, {"part": "norm", "seconds": 5e-4, "bound_s": 0.0}],
+        **timing_fields([2e-3]),
+    }
+    for name in ("local, decode 1", "workers, prefill 128")
+]  # fmt: skip
 CASES = {
     "prefill": (
         envelope("prefill", [mode_row("stream", [1.5, 1.25, 1.75]), mode_row("auto", [0.5])]),
@@ -105,6 +113,7 @@ CASES = {
         envelope("experts", EXPERTS),
         ["peak 150 GFLOP/s", "read 12.0 GB/s", "bf16 torch loop", "f32 from cache", "share of the roof"],
     ),
+    "limits": (envelope("limits", LIMITS), ["Where a step goes", "lm_head", "2.0 ms", "bounds 60%", "workers", "prefill 128"]),
     "attention": (envelope("attention", ATTENTION), ["bf16, 2 threads", "512 of 4,096 tokens", "61", "18", "81"]),
 }
 

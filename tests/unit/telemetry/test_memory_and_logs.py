@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from dflash_moe.telemetry.logs import LogFile
-from dflash_moe.telemetry.memory import ProcessMemory, process_memory
+from dflash_moe.telemetry.memory import ProcessMemory, huge_page_bytes, process_memory
 
 
 def test_anonymous_and_file_backed_memory_are_told_apart(tmp_path: Path) -> None:
@@ -32,6 +32,18 @@ def test_a_process_that_is_gone_has_no_memory() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert process_memory(child.pid) == ProcessMemory(0, 0, 0)
+    assert huge_page_bytes(child.pid) is None
+
+
+def test_what_lies_on_huge_pages_is_a_part_of_what_is_anonymous(monkeypatch, tmp_path: Path) -> None:
+    found = huge_page_bytes()
+    assert found is None or 0 <= found <= process_memory().anonymous_bytes
+    said = tmp_path / "smaps_rollup"
+    said.write_text("00400000-7fff [rollup]\nRss:  9 kB\nAnonHugePages:      6144 kB\nShmemPmdMapped: 1 kB\n")
+    monkeypatch.setattr("dflash_moe.telemetry.memory.Path", lambda *_parts: said)
+    assert huge_page_bytes() == 6144 << 10
+    said.write_text("Rss:  9 kB\n")
+    assert huge_page_bytes() is None
 
 
 def test_a_log_has_no_name_and_keeps_its_last_lines() -> None:
