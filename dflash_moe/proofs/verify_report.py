@@ -42,7 +42,7 @@ class GreedyParity:
     tokens: int
     equal: int
     # At so many places the gap of eager's two largest logits, divided by the standard deviation of
-    # all, exceeds the tolerance: there the tokens must be equal.
+    # its logits at all these places, exceeds the tolerance: there the tokens must be equal.
     compared: int
     # This is the largest gap at a place where they are not; None where all are equal.
     flip_gap: float | None

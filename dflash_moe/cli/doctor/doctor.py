@@ -15,6 +15,7 @@ from dflash_moe.cli import options
 from dflash_moe.cli.doctor import probes
 from dflash_moe.cli.doctor.probe_audit import audit_line, probe_audit, show_detections
 from dflash_moe.cli.doctor.probe_host_operators import host_operator_lines, probe_host_operators
+from dflash_moe.cli.doctor.probe_pages import pages_line, probe_pages
 from dflash_moe.cli.doctor.probe_remedies import probe_libssl, probe_remedies, remedy_lines
 from dflash_moe.cli.doctor.probe_settings import probe_settings, settings_lines
 from dflash_moe.cli.doctor.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
@@ -79,6 +80,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     settings = _settings(planned, problems)
     machine: dict[str, Any] = {"cpu": probes.cpu_model()} | probes.probe_versions() | probes.probe_memory()
     machine |= {"usable_cores": usable_cores(), "cores_reason": cores_reason(), "physical_cores": physical_cores()}
+    machine |= {"pages": probe_pages()}
     machine |= {"threads": _planned_threads(planned, planned_for, settings), "numa_nodes": numa_nodes()}
     machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
     machine |= {"torch_backends": probes.torch_backends()}
@@ -213,6 +215,7 @@ def print_findings(found: dict[str, Any], *, has_topology: bool = False) -> None
         f"features   {' '.join(cpu.get('features', [])) or '-'}",
         f"memory     {format_bytes(machine['memory_available_bytes'])} free of {format_bytes(machine['memory_bytes'])}, "
         f"lock limit {'unlimited' if lock is None else format_bytes(lock)}",
+        pages_line(machine["pages"]),
         f"cores      {machine['usable_cores']} usable ({machine['cores_reason']}), {machine['physical_cores']} physical",
         f"nodes      {_nodes_text(machine['numa_nodes'])}",
         f"threads    {threads['planned_for']}: host {threads['host']} (one pool: {', '.join(threads['host_pool'])}; "
