@@ -39,8 +39,8 @@ def pages_line(found: dict[str, Any]) -> str:
         return "pages      this system has no switch for huge pages; weights lie on what it gives"
     if switch == "never":
         return (
-            f"pages      huge ones are switched off: weights lie on small pages, and reading them takes longer; `echo madvise > "
-            f"{SWITCH}` as root allows them"
+            "pages      huge ones are switched off: weights lie on small pages, and reading them takes longer; as root, "
+            f"`echo madvise > {SWITCH}` allows them"
         )
     cost = "" if ratio is None else f"; on small ones the same bytes take {ratio:.2f} times as long to read (one thread, now)"
     return f"pages      weights lie on huge pages ({switch}){cost}"
