@@ -19,7 +19,7 @@ from dflash_moe.topology import ExpertSelection, HostSpec, PlacementSpec, Topolo
 from dflash_moe.topology.topology import FITTED
 
 # So much stays free on each card and of the machine's memory: for the driver, for torch, for what
-# was estimated, and for what a step computes with. That is 256 MiB at most for each forward of
+# was estimated, and for what a step computes with. That is 288 MiB at most for each forward of
 # experts under way (csrc/compute/cpu/cpu_layer.cc), of which a step in two halves has two, and
 # 72 MiB for each linear layer under way, however many layers the model has.
 MARGIN_BYTES = 1 << 30
