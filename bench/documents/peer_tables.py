@@ -109,6 +109,25 @@ def appends(recorded: Recorded) -> str:
     )
 
 
+# Parts of a step that `limits` names one by one, under what a reader asks for.
+_DENSE = ("query, key, value", "output", "router", "lm_head")
+
+
+def limits(recorded: Recorded) -> str:
+    """Writes where the time of a decoded token and of a prefill chunk goes."""
+    lines = []
+    for row in recorded.rows("limits"):
+        spent = {part["part"]: part["seconds"] for part in row["parts"]}
+        experts = sum(seconds for part, seconds in spent.items() if part.startswith("expert"))
+        dense = sum(spent.get(part, 0.0) for part in _DENSE)
+        attention_s = spent.get("attention", 0.0)
+        small = row["step_s"] - experts - dense - attention_s - row["python_s"]
+        times = (experts, dense, attention_s, small, row["python_s"], row["step_s"], row["first_s"])
+        lines.append((row["name"], *(f"{1e3 * seconds:,.2f}" for seconds in times), percent(row["share"])))
+    heads = ("experts", "dense products", "attention", "small operators", "Python and torch", "together", "first time")
+    return markdown(("a step, in ms", *heads, "bounds"), lines)
+
+
 def dispatch(recorded: Recorded) -> str:
     """Writes what the interpreter and the dispatch of operators take of each layer."""
     rows = {
@@ -127,6 +146,7 @@ def dispatch(recorded: Recorded) -> str:
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "attention": attention,
     "appends": appends,
+    "limits": limits,
     "dispatch": dispatch,
     "peer-speeds": speeds,
     "peer-targets": targets,

@@ -23,6 +23,7 @@ SETTINGS = ROOT / "bench" / "settings"
 DEMO = ROOT / "bench" / "demo_model"
 TWO_WORKERS = SETTINGS / "equal" / "topology.yaml"
 ONE_PROCESS = SETTINGS / "one_process" / "topology.yaml"
+ONE_AND_ONE = SETTINGS / "one_and_one" / "topology.yaml"
 AS_THE_DEMO = SETTINGS / "demo" / "topology.yaml"
 MODES = ("equal", "weak_worker", "slow_link")
 
@@ -261,6 +262,13 @@ def _attention(place: Place) -> list[Command]:
     return [_lab("attention", *_quick(place, [], less), "--json", place.json("attention"))]
 
 
+def _limits(place: Place) -> list[Command]:
+    less: Command = ["--sequences", 1, "--prefill", 8, "--new-tokens", 2, "--repeat", 1]
+    full: Command = ["--prefill", "512,2048", "--repeat", 3]
+    fixed: Command = ["--model", place.model(), "--topology", ONE_AND_ONE]
+    return [_bench("limits", *fixed, *_quick(place, full, less), "--json", place.json("limits"))]
+
+
 def _scheduler(place: Place) -> list[Command]:
     less: Command = ["--batch", "1,16", "--prompt-tokens", 8, "--new-tokens", 4, "--warmup", 0, "--repeat", 1]
     full: Command = [
@@ -429,6 +437,7 @@ STEPS: tuple[Step, ...] = (
         lacking=_lacks_llama,
     ),
     Step("attention", ("attention",), 1, _attention),
+    Step("limits", ("limits",), 5, _limits, lacking=_lacks_two_cores),
     Step("dispatch", ("host_dispatch",), 1, _tried("host_dispatch", "--rounds", 1, "--layers", 2)),
     Step("scheduler", ("engine_scheduler",), 2, _scheduler, lacking=_lacks_two_cores),
     Step("micro-batches", ("micro_batches",), 2, _micro_batches, lacking=_lacks_two_cores),

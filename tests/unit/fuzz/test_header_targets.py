@@ -47,5 +47,5 @@ def test_a_tensor_outside_its_file_is_a_finding(monkeypatch, tmp_path):
     path = tmp_path / "input"
     path.write_bytes(b"GGUF")
     tensor = TensorInfo(0, 100, "F32", (1,), 4)
-    monkeypatch.setattr(fuzz_gguf_header, "read_gguf_header", lambda path, file: GgufHeader({}, {"a": tensor}, 4))
+    monkeypatch.setattr(fuzz_gguf_header, "read_gguf_header", lambda path, file: GgufHeader({}, {"a": tensor}, 4, 2))
     assert "tensor 'a' lies at 100" in fuzz_gguf_header.examine(path)
