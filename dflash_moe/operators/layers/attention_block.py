@@ -39,6 +39,11 @@ class AttentionBlock(Protocol):
         ...
 
     @property
+    def rotary(self) -> Rotary:
+        """How its heads turn."""
+        ...
+
+    @property
     def output(self) -> HostLinear:
         """The layer behind attention."""
         ...
