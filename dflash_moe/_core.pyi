@@ -1729,6 +1729,15 @@ def decode_handover(
 def dequantize(weight_format: str, data: Buffer, outputs: int, inputs: int, scales: Buffer = b"") -> npt.NDArray[np.float32]:
     """Returns a NumPy array of float32 [outputs, inputs]. Both buffers are contiguous."""
 
+def draw_tokens(
+    logits_address: int, stride_bytes: int, dtype: str, width: int, draws: Sequence[tuple[int, float, int, float, float, float]]
+) -> list[int]:
+    """Returns a token id for each draw (row, temperature, top_k, top_p, min_p, uniform) from rows
+    of `width` logits in f32 or f64: at temperature 0 the largest, else that which `uniform` in [0,
+    1) points at. -1 where the row's largest logit is not finite. csrc/compute/operators/draw.h says
+    what a token weighs. ConfigError for other dtypes and widths.
+    """
+
 def encode_frame_header(fields: dict[str, int]) -> bytes:
     """The fields have the names of wire/frame.h, payload_checksum included."""
 

@@ -31,6 +31,7 @@ void bind_program_run(pybind11::module_& module);
 void bind_linear(pybind11::module_& module);
 void bind_rows(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
+void bind_draw(pybind11::module_& module);
 
 }  // namespace dflash::bindings
 
@@ -77,5 +78,6 @@ PYBIND11_MODULE(_core, module) {
   bind_linear(module);
   bind_rows(module);
   bind_attention(module);
+  bind_draw(module);
   bind_program_run(module);  // by the plan of a step
 }

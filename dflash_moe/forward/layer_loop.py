@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -69,8 +70,8 @@ class LayerLoop:
         else:
             program.calls.run(step, begin, first, inputs)
             residuals.see(EMBEDDING, step.positions, buffers.hidden_states)
-            for index in range(len(self.layers)):
-                program.calls.run(step, *program.layers[index : index + 2], inputs)
+            for index, ends in enumerate(itertools.pairwise(program.layers)):
+                program.calls.run(step, ends[0], ends[1], inputs)
                 residuals.see(index, step.positions, buffers.hidden_states)
             program.calls.run(step, last, end, inputs)
         if logits is None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_moe import _core
 from dflash_moe.errors import ConfigError, DflashError, WorkerLost
 from dflash_moe.forward.forward import PackedForward, StepRows
 from dflash_moe.forward.host_model import open_host
@@ -102,9 +101,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_one_program_has_the_bits_of_every_other_way(
-    packed: PackedForward, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_program_has_the_bits_of_every_other_way(packed: PackedForward, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, batches = packed.loop, packed.micro_batches
     assert loop is not None
     assert batches is not None
@@ -186,8 +183,7 @@ def test_a_lost_worker_is_explained_and_the_step_undone(arch: str) -> None:
         free = packed.blocks.num_free
         os.kill(runtime.worker_processes()[0].pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match=r"killed by SIGKILL") as lost:
-            for _ in range(100):
-                logits(packed, *STEPS["one decode"])
+            logits(packed, *STEPS["one decode"])
         assert lost.value.worker == "w0"
         assert packed.blocks.num_free == free
         packed.close()

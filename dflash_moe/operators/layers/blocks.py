@@ -140,7 +140,8 @@ class HostLayer(nn.Module):  # type: ignore[misc]
         gate, up = part(b.gate, width), part(b.up, width)
         form = _core.GateForm(activation=parts.activation, gate="gated")
         multiply_together(program, (parts.gate, parts.up), rows, (gate, up))
-        program.core.apply_gate(self._pool, form, *rows_of(gate)[:3], *rows_of(up), width, *rows_of(gate)[:3])
+        joined: tuple[Any, ...] = (*rows_of(gate)[:3], *rows_of(up), width, *rows_of(gate)[:3])
+        program.core.apply_gate(self._pool, form, *joined)
         if parts.row_gate is None:
             multiply(program, parts.down.packed, gate, out, residual=residual)
             return

@@ -117,8 +117,8 @@ class StepProgram:
 
     # -- running ---------------------------------------------------------------------------------
     def run(self, step: StepContext, begin: int = 0, end: int | None = None, inputs: _core.StepInputs | None = None) -> None:
-        """Makes the calls begin..end - 1, by default all, for the rows of a step. `inputs` are those
-        of the step and more.
+        """Makes the calls begin..end - 1, by default all, for the rows of a step. `inputs` are what
+        the core reads of it, by default what layers read.
         """
         inputs = step.inputs if inputs is None else inputs
         end = len(self) if end is None else end

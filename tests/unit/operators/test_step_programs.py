@@ -10,7 +10,6 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -157,7 +156,7 @@ def test_a_program_keeps_what_it_was_given() -> None:
 
 
 @pytest.fixture
-def long() -> Iterator[tuple[_core.Program, torch.Tensor]]:
+def long() -> tuple[_core.Program, torch.Tensor]:
     """A program that runs for seconds, and where its last call writes."""
     linear = packed(normal(1024, 1024, seed=9))
     rows, out, last = normal(64, 1024, seed=10), torch.empty(64, 1024), torch.zeros(64, 1024)
@@ -165,7 +164,7 @@ def long() -> Iterator[tuple[_core.Program, torch.Tensor]]:
     for target in [out] * 4000 + [last]:
         program.multiply(linear, *rows_of(rows), *rows_of(target)[:3])
     program.keep((rows, out, last))
-    yield program, last
+    return program, last
 
 
 class Interrupted(Exception):
