@@ -1204,7 +1204,6 @@ class Program:
     def __init__(self, num_rows: int) -> None:
         """A program for steps of so many rows."""
 
-    def __len__(self) -> int: ...
     def add_scaled(
         self,
         pool: HostPool,
@@ -1464,6 +1463,9 @@ class Program:
     @property
     def failed(self) -> int | None:
         """The place of the call that ended the last run by its error, or None."""
+
+    @property
+    def num_calls(self) -> int: ...
 
 class PackedLinear:
     """Matrices with equal inputs, packed for the kernels of the pool, and their products with rows.
@@ -1732,10 +1734,10 @@ def dequantize(weight_format: str, data: Buffer, outputs: int, inputs: int, scal
 def draw_tokens(
     logits_address: int, stride_bytes: int, dtype: str, width: int, draws: Sequence[tuple[int, float, int, float, float, float]]
 ) -> list[int]:
-    """Returns a token id for each draw (row, temperature, top_k, top_p, min_p, uniform) from rows
-    of `width` logits in f32 or f64: at temperature 0 the largest, else that which `uniform` in [0,
-    1) points at. -1 where the row's largest logit is not finite. csrc/compute/operators/draw.h says
-    what a token weighs. ConfigError for other dtypes and widths.
+    """Returns for each draw (row, temperature, top_k, top_p, min_p, uniform) the token id that
+    `uniform` in [0, 1) points at in a row of `width` logits in f32 or f64; -1 where the row's
+    largest logit is not finite. csrc/compute/operators/draw.h says what a token weighs. ConfigError
+    for other dtypes and widths, and for a temperature of 0.
     """
 
 def encode_frame_header(fields: dict[str, int]) -> bytes:

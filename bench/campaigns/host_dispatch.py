@@ -175,10 +175,7 @@ class _Nothing:
     """Stands for a program of the core, and computes nothing."""
 
     def __init__(self, core: Any) -> None:
-        self._num_calls = len(core)
-
-    def __len__(self) -> int:
-        return self._num_calls
+        self.num_calls = core.num_calls
 
     def run(self, *_arguments: object) -> tuple[float, float]:
         """Returns that nothing was awaited."""

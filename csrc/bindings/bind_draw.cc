@@ -42,6 +42,10 @@ std::vector<int64_t> draw_tokens(uintptr_t address, size_t stride_bytes, const s
     raise(Error{ErrorCode::kInvalidArgument,
                 "rows of " + std::to_string(width) + " logits; allowed: 1..4194304"});
   }
+  for (const DrawFields& one : draws) {
+    if (!(std::get<1>(one) > 0.0))
+      raise(Error{ErrorCode::kInvalidArgument, "a draw needs a temperature above 0"});
+  }
   py::gil_scoped_release unlocked;
   return dtype == "f32" ? draw_rows<float>(address, stride_bytes, width, draws)
                         : draw_rows<double>(address, stride_bytes, width, draws);
@@ -50,13 +54,13 @@ std::vector<int64_t> draw_tokens(uintptr_t address, size_t stride_bytes, const s
 }  // namespace
 
 void bind_draw(py::module_& module) {
-  module.def("draw_tokens", &draw_tokens, py::arg("logits_address"), py::arg("stride_bytes"),
-             py::arg("dtype"), py::arg("width"), py::arg("draws"),
-             "Returns a token id for each draw (row, temperature, top_k, top_p, min_p, uniform) "
-             "from rows of `width` logits in f32 or f64: at temperature 0 the largest, else that "
-             "which `uniform` in [0, 1) points at. -1 where the row's largest logit is not "
-             "finite. csrc/compute/operators/draw.h says what a token weighs. ConfigError for "
-             "other dtypes and widths.");
+  module.def(
+      "draw_tokens", &draw_tokens, py::arg("logits_address"), py::arg("stride_bytes"),
+      py::arg("dtype"), py::arg("width"), py::arg("draws"),
+      "Returns for each draw (row, temperature, top_k, top_p, min_p, uniform) the token id "
+      "that `uniform` in [0, 1) points at in a row of `width` logits in f32 or f64; -1 where "
+      "the row's largest logit is not finite. csrc/compute/operators/draw.h says what a "
+      "token weighs. ConfigError for other dtypes and widths, and for a temperature of 0.");
 }
 
 }  // namespace dflash::bindings

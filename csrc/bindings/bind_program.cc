@@ -79,12 +79,12 @@ void Program::bind_experts(size_t place, std::shared_ptr<ClientBox> box, uint32_
 namespace {
 
 // Marks a program as running until the end of a block.
-class Running {
+class MarkRunning {
  public:
-  explicit Running(bool& is_running) : is_running_(is_running) { is_running_ = true; }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
-  ~Running() { is_running_ = false; }
+  explicit MarkRunning(bool& is_running) : is_running_(is_running) { is_running_ = true; }
+  MarkRunning(const MarkRunning&) = delete;
+  MarkRunning& operator=(const MarkRunning&) = delete;
+  ~MarkRunning() { is_running_ = false; }
 
  private:
   bool& is_running_;
@@ -100,7 +100,7 @@ std::pair<double, double> Program::run(const StepInputs& inputs, size_t begin, s
                     std::to_string(num_rows_) + " rows cannot run calls " + std::to_string(begin) +
                     ".." + std::to_string(end) + " for " + std::to_string(inputs.num_rows)});
   }
-  const Running running(is_running_);
+  const MarkRunning running(is_running_);
   failed_.reset();
   std::vector<std::shared_ptr<ExpertClient>> clients;
   clients.reserve(experts_.size());
@@ -198,7 +198,7 @@ void bind_program(py::module_& module) {
       "appends its call; memory must stay where it is as long as the program, see `keep`. One "
       "thread at a time runs it.")
       .def(py::init<size_t>(), py::arg("num_rows"), "A program for steps of so many rows.")
-      .def("__len__", &Program::size)
+      .def_property_readonly("num_calls", &Program::size)
       .def("keep", &Program::keep, py::arg("owner"),
            "Keeps an object alive as long as the program. It must not lead back to the program, "
            "which would never go.")

@@ -21,6 +21,10 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/bindings/bind_call.cc": {
         "wait client": "bounded: each turn waits at most kSignalPeriodNs, the whole until the caller's deadline",
     },
+    "csrc/bindings/bind_program.cc": {
+        "wait run": "bounded: as that of bind_call.cc, until the call's own deadline",
+    },
+    "csrc/bindings/client_box.h": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/bindings/bind_secure.cc": {"lock box.mutex": _NEVER_BLOCKS},
     "csrc/bindings/boxes.h": {"lock mutex": _NEVER_BLOCKS},
     "csrc/c_interface/connection.cc": {

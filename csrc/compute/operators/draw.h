@@ -1,4 +1,4 @@
-// Chooses one token from one row of logits: the largest, or one that a random number points at.
+// Chooses the token of a row of logits that a random number points at.
 //
 // A token weighs round(exp((logit - largest) / temperature) * 2^40), ties to even. Weights are
 // integers, so that their sums do not depend on the order in which they are added. Filters keep all
@@ -13,7 +13,7 @@
 namespace dflash::compute {
 
 struct DrawForm {
-  double temperature = 1.0;  // 0 takes the largest, the lowest id among equals
+  double temperature = 1.0;  // above 0
   int64_t top_k = 0;         // the most likely that are kept; 0: all
   double top_p = 1.0;        // the fewest of the most likely that have this share are kept
   double min_p = 0.0;        // those as likely as this part of the most likely are kept
@@ -25,14 +25,11 @@ inline constexpr int64_t kNotFinite = -1;
 
 // Memory that draws of one thread use again.
 struct DrawScratch {
-  struct Candidate {
-    uint32_t token_id;
-    int64_t weight;
-  };
-  std::vector<float> maxima_f32;  // of blocks of the row
-  std::vector<double> maxima_f64, values;
-  std::vector<Candidate> candidates;
-  std::vector<int64_t> weights;
+  std::vector<double> maxima;    // of blocks of the row
+  std::vector<uint32_t> blocks;  // those that are weighed, in ascending order
+  std::vector<int64_t> weights;  // of their tokens, block after block
+  std::vector<double> values;
+  std::vector<int64_t> sorted;
 };
 
 // Returns the id of the token, or kNotFinite. A token of weight 0 is never returned. Rows have at

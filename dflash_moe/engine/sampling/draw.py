@@ -1,5 +1,5 @@
-"""Chooses one token from one row of logits, where the row is. On the processor the core does
-(csrc/compute/operators/draw.h); on a card torch does, without reading anything back.
+"""Chooses one token from one row of logits, where the row is, on a card without reading anything
+back. On the processor the core finds the most likely tokens (csrc/compute/operators/draw.h).
 
 A row is one vector of its own, so that its bits do not depend on its company. Probabilities become
 integers before they are added: sums of integers are exact, whatever the order in which a device
@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,10 +34,18 @@ _NAMES = {torch.float32: "f32", torch.float64: "f64"}
 Draw = tuple[int, SamplingParams, float]
 
 
+def filters_most(params: SamplingParams) -> bool:
+    """Says whether a draw looks for the most likely tokens, which takes torch 0.6 to 1.7 ms for a
+    row of 32,000 on one core, and the core 0.02 to 0.7 ms. What else a draw does torch's wider
+    vectors do in the same time.
+    """
+    return params.temperature > 0.0 and (params.top_k > 0 or params.top_p < 1.0)
+
+
 def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Returns the token id of each draw from `logits` [num_rows, vocab_size], float32 or float64 on
-    the processor: at temperature 0 that of `greedy_ids`, else that of `draw`; NOT_FINITE where the
-    row's largest logit is no finite number.
+    the processor, which is that of `draw`; NOT_FINITE where the row's largest logit is no finite
+    number.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -46,15 +55,21 @@ def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     )  # fmt: skip
 
 
-_GREEDY = SamplingParams(temperature=0.0)
-
-
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     """Returns the id of the largest of each row of `logits` [num_rows, vocab_size], the lowest
     among equals, as int64 [num_rows]; NOT_FINITE where the largest is no finite number.
     """
     if logits.is_cpu:
-        return torch.tensor(draw_tokens(logits, [(row, _GREEDY, 0.0) for row in range(len(logits))]), dtype=torch.int64)
+        # numpy's argmax takes 24 us for 16 rows of 32,000 in float32, and torch's 296 us, on one
+        # core of an AMD EPYC (Zen 5). Both take the first among equals, and the first NaN if any.
+        # Behind a forward pass the processor's caches have no code of either: gather, isfinite and
+        # where of torch took 220 us there, and asking for `device` 20 us.
+        values = logits.numpy()
+        chosen = values.argmax(-1)
+        for place, token_id in enumerate(chosen.tolist()):
+            if not math.isfinite(values[place, token_id]):
+                chosen[place] = NOT_FINITE
+        return torch.from_numpy(chosen)
     ids = logits.argmax(-1)
     best = logits.gather(1, ids[:, None])[:, 0]
     return torch.where(best.isfinite(), ids, NOT_FINITE)
@@ -67,7 +82,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, uniform: float) -> torch.
     It inverts the distribution function in ascending order of ids. A token of probability 0 is
     never returned. Filters keep all tokens that are as likely as the last one they keep.
     """
-    if not logits.is_cpu:
+    if not logits.is_cpu or not filters_most(params):
         return draw_by_torch(logits, params, uniform)
     (token_id,) = draw_tokens(logits[None], [(0, params, uniform)])
     return torch.tensor(NOTHING_ALLOWED if token_id == NOT_FINITE else token_id)

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from dflash_moe.engine.sampling import logprobs
-from dflash_moe.engine.sampling.draw import MAX_VOCAB_SIZE, NOT_FINITE, NOTHING_ALLOWED, draw, draw_tokens, greedy_ids
+from dflash_moe.engine.sampling.draw import (
+    MAX_VOCAB_SIZE,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    draw,
+    draw_tokens,
+    filters_most,
+    greedy_ids,
+)
 from dflash_moe.engine.sampling.logprobs import TokenLogprobs
 from dflash_moe.engine.sampling.sampling_state import SamplingState
 from dflash_moe.errors import ConfigError, DflashError, EngineError
@@ -41,11 +49,6 @@ class SampleRow:
     def is_plain(self) -> bool:
         """Says whether a token is chosen from the model's logits as they are."""
         return self.mask is None and not self.state.has_bias and not self.state.has_penalties
-
-    @property
-    def uniform(self) -> float:
-        """The row's random number in [0, 1), 0 where none is asked for."""
-        return self.state.uniform(self.position) if self.state.params.temperature else 0.0
 
 
 class Sampler:
@@ -135,10 +138,16 @@ class Sampled:
 def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[int, DflashError]) -> torch.Tensor:
     """Returns int64 [num_rows] on the logits' device, and puts errors of rows into `refused`."""
     # Rows that are sampled together, because nothing changes their logits before.
-    together = [place for place, row in enumerate(rows) if row.is_plain and (logits.is_cpu or row.state.is_greedy)]
-    if len(together) == len(rows):
-        return _sample_together(logits, rows, together)
-    ids = dict(zip(together, _sample_together(logits, rows, together), strict=True)) if together else {}
+    greedy = [place for place, row in enumerate(rows) if row.state.is_greedy and row.mask is None]
+    if len(greedy) == len(rows):
+        return greedy_ids(logits)
+    ids: dict[int, torch.Tensor] = {}
+    if greedy:
+        ids |= zip(greedy, greedy_ids(logits[greedy]), strict=True)
+    drawn = [place for place, row in enumerate(rows) if row.is_plain and filters_most(row.state.params)]
+    if drawn and logits.is_cpu:
+        draws = [(place, rows[place].state.params, rows[place].state.uniform(rows[place].position)) for place in drawn]
+        ids |= zip(drawn, torch.tensor(draw_tokens(logits, draws)), strict=True)
     for place, row in enumerate(rows):
         if place not in ids:
             try:
@@ -147,14 +156,6 @@ def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[
                 refused[place] = error
                 ids[place] = torch.full((), _REFUSED, device=logits.device)
     return torch.stack([ids[place] for place in range(len(rows))])
-
-
-def _sample_together(logits: torch.Tensor, rows: Sequence[SampleRow], places: Sequence[int]) -> torch.Tensor:
-    """Returns int64 [num_places] for the rows at these places; on a card all are greedy."""
-    if not logits.is_cpu:
-        return greedy_ids(logits if len(places) == len(rows) else logits[places])
-    draws = [(place, rows[place].state.params, rows[place].uniform) for place in places]
-    return torch.tensor(draw_tokens(logits, draws), dtype=torch.int64)
 
 
 def _sample_row(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:

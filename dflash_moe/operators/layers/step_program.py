@@ -86,7 +86,7 @@ class StepProgram:
         self._experts: list[_Experts] = []
 
     def __len__(self) -> int:
-        return len(self.core)
+        return self.core.num_calls
 
     # -- what is appended ------------------------------------------------------------------------
     def tell(self, act: Callable[[StepContext], None]) -> None:

@@ -41,7 +41,7 @@ def step(num_rows: int = ROWS, **addresses: int) -> _core.StepInputs:
 
 
 def run(program: _core.Program, inputs: _core.StepInputs | None = None) -> None:
-    program.run(step() if inputs is None else inputs, 0, len(program))
+    program.run(step() if inputs is None else inputs, 0, program.num_calls)
 
 
 def test_operators_run_in_their_order_with_the_bits_of_calls_at_once() -> None:
@@ -185,7 +185,7 @@ def test_a_signal_ends_a_run_between_two_calls(long: tuple[_core.Program, torch.
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not last.any()
-    program.run(step(64), len(program) - 1, len(program))
+    program.run(step(64), program.num_calls - 1, program.num_calls)
     assert last.any(), "it may run again"
 
 
@@ -197,7 +197,7 @@ def test_one_thread_at_a_time_runs_a_program_and_others_go_on(long: tuple[_core.
         while not last.any():
             try:
                 begun.set()
-                program.run(step(64), len(program) - 20, len(program))
+                program.run(step(64), program.num_calls - 20, program.num_calls)
             except ConfigError as error:
                 texts.append(str(error))
 
