@@ -1223,6 +1223,279 @@ class FfnOracle:
         matrix may also be (format, bytes, outputs, inputs, scales or b"").
         """
 
+class Program:
+    """Calls of operators over fixed memory, which `run` makes one after another without the GIL. A
+    method that has the name of a function of this module takes the same arguments and appends its
+    call; memory must stay where it is as long as the program, see `keep`. One thread at a time runs
+    it.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        """A program for steps of so many rows."""
+
+    def add_scaled(
+        self,
+        pool: HostPool,
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        width: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+        base_address: int = 0,
+        base_stride_bytes: int = 0,
+        base_dtype: str = "f32",
+        gate_address: int = 0,
+        gate_stride_bytes: int = 0,
+        gate_dtype: str = "f32",
+        scale: float = 1.0,
+    ) -> None:
+        """out = base + rows * s, where s is sigmoid(gate[row]), or `scale` without a gate; gate is
+        [num_rows, 1].
+        """
+
+    def apply_gate(
+        self,
+        pool: HostPool,
+        form: GateForm,
+        gate_address: int,
+        gate_stride_bytes: int,
+        gate_dtype: str,
+        up_address: int,
+        up_stride_bytes: int,
+        up_dtype: str,
+        num_rows: int,
+        width: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+    ) -> None:
+        """out = act(gate) * up for rows of `width`; with gate "none", act(up), and the gate's
+        address is 0.
+        """
+
+    def argmax(
+        self,
+        pool: HostPool,
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        width: int,
+        out_address: int,
+    ) -> None:
+        """Writes the place of each row's largest value to int64 out [num_rows]: the lowest among
+        equals.
+        """
+
+    def bind_experts(self, place: int, client: Client, layer: int, batch: TokenBatch) -> None:
+        """Has the call at this place be `client.run(layer, batch)`. Errors of a run are those of
+        Client.run.
+        """
+
+    def copy_rows(
+        self, rows_address: int, row_stride_bytes: int, row_bytes: int, num_rows: int, out_address: int, out_stride_bytes: int
+    ) -> None:
+        """Copies rows of so many bytes as they are."""
+
+    def embed(self, linear: PackedLinear, out_address: int, out_stride_bytes: int, out_dtype: str) -> None:
+        """As PackedLinear.gather, of the step's token ids."""
+
+    def experts(self) -> int:
+        """Appends a call of routed experts, and returns its place among these, at which
+        `bind_experts` is told what to call before it runs.
+        """
+
+    def gather_rows(
+        self, table_address: int, stride_bytes: int, row_bytes: int, num_rows: int, out_address: int, out_stride_bytes: int
+    ) -> None:
+        """Copies the rows of a table that the step's token ids name. ConfigError for an id that is
+        not there.
+        """
+
+    def gather_tables(self, cos_address: int, sin_address: int, width: int) -> None:
+        """Copies the cosines and sines of the step's positions to dense float32 [num_rows, width].
+        ConfigError for a position that is not there.
+        """
+
+    def head(self, linear: PackedLinear, rows_address: int, row_stride_bytes: int, row_dtype: str, num_rows: int) -> None:
+        """As PackedLinear.run, into the logits of the step."""
+
+    def keep(self, owner: Any) -> None:
+        """Keeps an object alive as long as the program. It must not lead back to the program, which
+        would never go.
+        """
+
+    def layer_norm(
+        self,
+        pool: HostPool,
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        width: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+        epsilon: float,
+        weight_address: int = 0,
+        bias_address: int = 0,
+    ) -> None:
+        """out = (x - mean) / sqrt(variance + epsilon) * weight + bias, both [width]."""
+
+    def multiply(
+        self,
+        linear: PackedLinear,
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+        residual_address: int = 0,
+        residual_stride_bytes: int = 0,
+        residual_dtype: str = "f32",
+    ) -> None:
+        """As PackedLinear.run."""
+
+    def paged_attention(
+        self,
+        pool: HostPool,
+        kv_layer: KvLayer,
+        q_address: int,
+        q_stride_bytes: int,
+        q_dtype: str,
+        num_heads: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks_address: int = 0,
+    ) -> None:
+        """As the function of this name, by the plan of the step."""
+
+    def rms_norm(
+        self,
+        pool: HostPool,
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        width: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+        epsilon: float,
+        weight_address: int = 0,
+        adds_one: bool = False,
+        residual_address: int = 0,
+        residual_stride_bytes: int = 0,
+        residual_dtype: str = "f32",
+        sum_address: int = 0,
+        sum_stride_bytes: int = 0,
+        sum_dtype: str = "f32",
+        normalizes_rounded_sum: bool = False,
+    ) -> None:
+        """x = rows, or rows + residual, which `sum` keeps, rounded to sum_dtype; with
+        normalizes_rounded_sum it is that rounded sum that is normalised. out = x / sqrt(mean(x^2) +
+        epsilon) * weight, or * (1 + weight) with adds_one; weight is [width].
+        """
+
+    def rotate(
+        self,
+        pool: HostPool,
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        num_heads: int,
+        head_dim: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+        cos_address: int,
+        sin_address: int,
+        table_stride_bytes: int,
+        rotary_dim: int,
+        rotary_offset: int = 0,
+        layout: str = "halves",
+        has_full_tables: bool = False,
+    ) -> None:
+        """Rows are [num_rows, num_heads, head_dim], heads adjacent. Of each head, rotary_dim values
+        from rotary_offset on are rotated and the rest is copied. Cosines and sines are [num_rows,
+        rotary_dim / 2] or, with has_full_tables, [num_rows, rotary_dim]. Layouts: "halves",
+        "interleaved", "interleaved_to_halves" (read interleaved, written as halves).
+        """
+
+    def route(
+        self,
+        pool: HostPool,
+        form: RouterForm,
+        logits_address: int,
+        logits_stride_bytes: int,
+        logits_dtype: str,
+        num_rows: int,
+        topk_ids_address: int,
+        id_type: str,
+        topk_weights_address: int,
+        bias_address: int = 0,
+        expert_scales_address: int = 0,
+    ) -> None:
+        """Writes topk_ids [num_rows, top_k] ("i32" or "i64") and topk_weights [num_rows, top_k]
+        (float32), in descending order of choice. The bias [num_experts] counts for the choice only;
+        expert_scales [num_experts] multiply the weights.
+        """
+
+    def run(self, inputs: StepInputs, begin: int, end: int) -> tuple[float, float]:
+        """Makes the calls begin..end - 1 and returns the seconds in which it waited for routed
+        experts, and those in which experts were under way. Raises the error of the call that
+        failed; signals are seen every 20 ms.
+        """
+
+    def run_together(
+        self,
+        linears: Sequence[PackedLinear],
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        outs: Sequence[tuple[int, int, str]],
+    ) -> None:
+        """Does what `run` of each layer does for the same rows, in one job of their one pool; an
+        output is (address, stride in bytes, dtype). ConfigError for layers of several pools.
+        """
+
+    def store_keys(
+        self,
+        kv_layer: KvLayer,
+        num_rows: int,
+        k_address: int,
+        k_stride_bytes: int,
+        k_dtype: str,
+        v_address: int,
+        v_stride_bytes: int,
+        v_dtype: str,
+    ) -> None:
+        """As KvLayer.append, at the slots of the step."""
+
+    def submit_experts(self) -> int:
+        """As `experts`, but returns before the experts have answered."""
+
+    def wait_for_experts(self) -> None:
+        """Waits for what was submitted last."""
+
+    @property
+    def failed(self) -> int | None:
+        """The place of the call that ended the last run by its error, or None."""
+
+    @property
+    def num_calls(self) -> int: ...
+
 class PackedLinear:
     """Matrices with equal inputs, packed for the kernels of the pool, and their products with rows.
     A row's bits depend on nothing but the row and the weights. Any thread may use it.
@@ -1383,6 +1656,26 @@ class AttentionPlan:
     @property
     def positions(self) -> npt.NDArray[np.int64]: ...
 
+class StepInputs:
+    """What differs from step to step for the calls of a Program. Addresses are those of int64
+    [num_rows], or 0 where no call reads them; `cos` and `sin` those of dense float32
+    [num_positions, table_width], `logits` that of dense float32 [num_rows, vocab_size]. The caller
+    keeps all of them alive.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        slots_address: int,
+        positions_address: int = 0,
+        token_ids_address: int = 0,
+        cos_address: int = 0,
+        sin_address: int = 0,
+        num_positions: int = 0,
+        table_width: int = 0,
+        logits_address: int = 0,
+    ) -> None: ...
+
 def accept_path(
     kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int], secured: SecureSocket | None = None
 ) -> Acceptance:
@@ -1470,6 +1763,15 @@ def decode_handover(
 
 def dequantize(weight_format: str, data: Buffer, outputs: int, inputs: int, scales: Buffer = b"") -> npt.NDArray[np.float32]:
     """Returns a NumPy array of float32 [outputs, inputs]. Both buffers are contiguous."""
+
+def draw_tokens(
+    logits_address: int, stride_bytes: int, dtype: str, width: int, draws: Sequence[tuple[int, float, int, float, float, float]]
+) -> list[int]:
+    """Returns for each draw (row, temperature, top_k, top_p, min_p, uniform) the token id that
+    `uniform` in [0, 1) points at in a row of `width` logits in f32 or f64; -1 where the row's
+    largest logit is not finite. csrc/compute/operators/draw.h says what a token weighs. ConfigError
+    for other dtypes and widths, and for a temperature of 0.
+    """
 
 def encode_frame_header(fields: dict[str, int]) -> bytes:
     """The fields have the names of wire/frame.h, payload_checksum included."""

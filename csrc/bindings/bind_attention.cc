@@ -13,6 +13,7 @@
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
 #include "bindings/errors.h"
+#include "bindings/program.h"
 #include "bindings/typed.h"
 #include "compute/cpu/kv_layer.h"
 #include "compute/cpu/paged_attention.h"
@@ -32,16 +33,36 @@ compute::RowsView rows_view(uintptr_t address, size_t stride_bytes, const std::s
   return {reinterpret_cast<const std::byte*>(address), parse_dtype(dtype), stride_bytes, num_rows};
 }
 
+// Returns what stores rows at the slots that it is given.
+auto storing(KvLayer& self, uint32_t num_rows, uintptr_t k_address, size_t k_stride_bytes,
+             const std::string& k_dtype, uintptr_t v_address, size_t v_stride_bytes,
+             const std::string& v_dtype) {
+  const auto keys = rows_view(k_address, k_stride_bytes, k_dtype, num_rows),
+             values = rows_view(v_address, v_stride_bytes, v_dtype, num_rows);
+  return [&self, keys, values](std::span<const int64_t> slots) {
+    return self.append(slots, keys, values);
+  };
+}
+
 void append(KvLayer& self, uintptr_t slots, uint32_t num_rows, uintptr_t k_address,
             size_t k_stride_bytes, const std::string& k_dtype, uintptr_t v_address,
             size_t v_stride_bytes, const std::string& v_dtype) {
-  const auto keys = rows_view(k_address, k_stride_bytes, k_dtype, num_rows),
-             values = rows_view(v_address, v_stride_bytes, v_dtype, num_rows);
+  const auto store = storing(self, num_rows, k_address, k_stride_bytes, k_dtype, v_address,
+                             v_stride_bytes, v_dtype);
   Status status = [&] {
     py::gil_scoped_release unlocked;
-    return self.append({reinterpret_cast<const int64_t*>(slots), num_rows}, keys, values);
+    return store({reinterpret_cast<const int64_t*>(slots), num_rows});
   }();
   unwrap(std::move(status));
+}
+
+void append_store(Program& program, KvLayer& self, uint32_t num_rows, uintptr_t k_address,
+                  size_t k_stride_bytes, const std::string& k_dtype, uintptr_t v_address,
+                  size_t v_stride_bytes, const std::string& v_dtype) {
+  program.append([store = storing(self, num_rows, k_address, k_stride_bytes, k_dtype, v_address,
+                                  v_stride_bytes, v_dtype)](ProgramRun& run) {
+    return store(run.inputs().slots);
+  });
 }
 
 // Makes an array [num_kv_heads, 16, size] of float32 of the elements of one block, element i of
@@ -111,23 +132,53 @@ py::array_t<int64_t> positions(const AttentionPlan& plan) {
   return found;
 }
 
+// The scratch of all layers that a thread calls: two micro-batches may call at the same time.
+compute::AttentionScratch& attention_scratch() {
+  thread_local compute::AttentionScratch scratch;
+  return scratch;
+}
+
+// Returns what computes the attention of the rows of the plan that it is given.
+auto attending(const HostPoolBox& pool, const KvLayer& layer, uintptr_t q_address,
+               size_t q_stride_bytes, const std::string& q_dtype, uint32_t num_heads,
+               uintptr_t out_address, size_t out_stride_bytes, const std::string& out_dtype,
+               float scale, uint32_t window, float softcap, uintptr_t sinks) {
+  const auto queries = rows_view(q_address, q_stride_bytes, q_dtype, 0);
+  const compute::RowsTarget out{reinterpret_cast<std::byte*>(out_address), parse_dtype(out_dtype),
+                                out_stride_bytes};
+  const compute::AttentionForm form{scale, window, softcap, reinterpret_cast<const float*>(sinks)};
+  return [&pool, &layer, queries, num_heads, out, form](const AttentionPlan& plan) {
+    compute::RowsView rows = queries;
+    rows.num_rows = plan.num_rows();
+    return compute::paged_attention(*pool.pool, pool.isa, layer.view(), plan, form, num_heads, rows,
+                                    out, attention_scratch());
+  };
+}
+
 void run_attention(const HostPoolBox& pool, const KvLayer& layer, const AttentionPlan& plan,
                    uintptr_t q_address, size_t q_stride_bytes, const std::string& q_dtype,
                    uint32_t num_heads, uintptr_t out_address, size_t out_stride_bytes,
                    const std::string& out_dtype, float scale, uint32_t window, float softcap,
                    uintptr_t sinks) {
-  const auto queries = rows_view(q_address, q_stride_bytes, q_dtype, plan.num_rows());
-  const compute::RowsTarget out{reinterpret_cast<std::byte*>(out_address), parse_dtype(out_dtype),
-                                out_stride_bytes};
-  const compute::AttentionForm form{scale, window, softcap, reinterpret_cast<const float*>(sinks)};
-  // Each calling thread keeps its own, so that two micro-batches may call at the same time.
-  thread_local compute::AttentionScratch scratch;
+  const auto attend =
+      attending(pool, layer, q_address, q_stride_bytes, q_dtype, num_heads, out_address,
+                out_stride_bytes, out_dtype, scale, window, softcap, sinks);
   Status status = [&] {
     py::gil_scoped_release unlocked;
-    return compute::paged_attention(*pool.pool, pool.isa, layer.view(), plan, form, num_heads,
-                                    queries, out, scratch);
+    return attend(plan);
   }();
   unwrap(std::move(status));
+}
+
+void append_attention(Program& program, const HostPoolBox& pool, const KvLayer& layer,
+                      uintptr_t q_address, size_t q_stride_bytes, const std::string& q_dtype,
+                      uint32_t num_heads, uintptr_t out_address, size_t out_stride_bytes,
+                      const std::string& out_dtype, float scale, uint32_t window, float softcap,
+                      uintptr_t sinks) {
+  program.append(
+      [attend = attending(pool, layer, q_address, q_stride_bytes, q_dtype, num_heads, out_address,
+                          out_stride_bytes, out_dtype, scale, window, softcap,
+                          sinks)](ProgramRun& run) { return attend(*run.inputs().plan); });
 }
 
 void bind_kv_layer(py::module_& module) {
@@ -181,6 +232,17 @@ void bind_attention(py::module_& module) {
       "Writes the attention of q [num_rows, num_heads * key_size] to out [num_rows, num_heads * "
       "value_size]. Keys and values of the rows themselves are in `kv_layer` already. A query sees "
       "its last `window` keys, or all where that is 0; sinks are float32 [num_heads].");
+  program_class(module)
+      .def("store_keys", &append_store, py::keep_alive<1, 2>(), py::arg("kv_layer"),
+           py::arg("num_rows"), py::arg("k_address"), py::arg("k_stride_bytes"), py::arg("k_dtype"),
+           py::arg("v_address"), py::arg("v_stride_bytes"), py::arg("v_dtype"),
+           "As KvLayer.append, at the slots of the step.")
+      .def("paged_attention", &append_attention, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::arg("pool"), py::arg("kv_layer"), py::arg("q_address"), py::arg("q_stride_bytes"),
+           py::arg("q_dtype"), py::arg("num_heads"), py::arg("out_address"),
+           py::arg("out_stride_bytes"), py::arg("out_dtype"), py::arg("scale"),
+           py::arg("window") = 0, py::arg("softcap") = 0.0f, py::arg("sinks_address") = 0,
+           "As the function of this name, by the plan of the step.");
 }
 
 }  // namespace dflash::bindings

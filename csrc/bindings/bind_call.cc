@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-// Ends a call in every case before the caller's tensors may go. On a signal the call is abandoned.
+// Ends a call in every case before the caller's tensors may go: on a signal it is abandoned.
 class AbandonOnExit {
  public:
   AbandonOnExit(ExpertClient& client, client::CallPtr call)
@@ -20,9 +20,7 @@ class AbandonOnExit {
   AbandonOnExit(const AbandonOnExit&) = delete;
   AbandonOnExit& operator=(const AbandonOnExit&) = delete;
   ~AbandonOnExit() {
-    if (is_done) return;
-    py::gil_scoped_release unlocked;
-    client_.abandon(call_);
+    if (!is_done) client_.abandon(call_);
   }
   bool is_done = false;
 
@@ -153,15 +151,26 @@ class PyCall {
   py::object owners_;
 };
 
+void await_call(ExpertClient& client, const client::CallPtr& call) {
+  while (!client.wait(call, Deadline::after_ns(kSignalPeriodNs))) raise_signals();
+}
+
 void run_call(const ClientBox& box, uint32_t layer, const TokenBatchBox& batch) {
   const std::shared_ptr<ExpertClient> client = box.get();
-  const auto call = submit_call(*client, layer, batch.batch);
-  AbandonOnExit guard(*client, call);
-  while (!repeat_until(deadline_of(kMaxWaitS),
-                       [&](Deadline tick) { return client->wait(call, tick); })) {
+  Status outcome = ok();
+  {
+    py::gil_scoped_release unlocked;
+    outcome = [&]() -> Status {
+      Result<client::CallPtr> submitted = client->submit(batch.batch, layer);
+      if (!submitted.ok()) return std::move(submitted).error();
+      const client::CallPtr call = std::move(submitted).value();
+      AbandonOnExit guard(*client, call);
+      await_call(*client, call);
+      guard.is_done = true;
+      return client->outcome(call);
+    }();
   }
-  guard.is_done = true;
-  unwrap(client->outcome(call));
+  unwrap(std::move(outcome));
 }
 
 void bind_token_batch(py::module_& module) {

@@ -9,6 +9,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
+#include "bindings/program.h"
 #include "bindings/typed.h"
 #include "bindings/weight_sources.h"
 #include "compute/cpu/packed_linear.h"
@@ -56,29 +57,29 @@ std::unique_ptr<LinearBox> make_linear(const HostPoolBox& pool,
   return std::make_unique<LinearBox>(LinearBox{pool, unwrap(std::move(linear))});
 }
 
-void run(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
-         const std::string& row_dtype, uint32_t num_rows, uintptr_t out_address,
-         size_t out_stride_bytes, const std::string& out_dtype, uintptr_t residual_address,
-         size_t residual_stride_bytes, const std::string& residual_dtype) {
+auto multiplication(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
+                    const std::string& row_dtype, uint32_t num_rows, uintptr_t out_address,
+                    size_t out_stride_bytes, const std::string& out_dtype,
+                    uintptr_t residual_address, size_t residual_stride_bytes,
+                    const std::string& residual_dtype) {
   const compute::RowsView rows{reinterpret_cast<const std::byte*>(rows_address),
                                parse_dtype(row_dtype), row_stride_bytes, num_rows};
   const compute::RowsTarget out{reinterpret_cast<std::byte*>(out_address), parse_dtype(out_dtype),
                                 out_stride_bytes};
   const compute::RowsView residual{reinterpret_cast<const std::byte*>(residual_address),
                                    parse_dtype(residual_dtype), residual_stride_bytes, num_rows};
-  Status status = ok();
-  {
-    py::gil_scoped_release unlocked;
-    status = self.linear.run(*self.pool.pool, *self.pool.scratch->lend(), rows, out,
-                             residual_address == 0 ? nullptr : &residual);
-  }
-  unwrap(std::move(status));
+  return [=, &self] {
+    return self.linear.run(*self.pool.pool, *self.pool.scratch->lend(), rows, out,
+                           residual.data == nullptr ? nullptr : &residual);
+  };
 }
 
+using Outputs = SequenceOf<std::tuple<uintptr_t, size_t, std::string>>;
+
 // Each of `outs` is (address, stride in bytes, dtype) of the layer at its place.
-void run_together(const SequenceOf<LinearBox>& linears, uintptr_t rows_address,
-                  size_t row_stride_bytes, const std::string& row_dtype, uint32_t num_rows,
-                  const SequenceOf<std::tuple<uintptr_t, size_t, std::string>>& outs) {
+auto joint_multiplication(const SequenceOf<LinearBox>& linears, uintptr_t rows_address,
+                          size_t row_stride_bytes, const std::string& row_dtype, uint32_t num_rows,
+                          const Outputs& outs) {
   if (linears.size() == 0 || linears.size() != outs.size()) {
     raise(Error{ErrorCode::kInvalidArgument,
                 "there must be an output for each of one or more linear layers"});
@@ -101,13 +102,10 @@ void run_together(const SequenceOf<LinearBox>& linears, uintptr_t rows_address,
   }
   const compute::RowsView rows{reinterpret_cast<const std::byte*>(rows_address),
                                parse_dtype(row_dtype), row_stride_bytes, num_rows};
-  Status status = ok();
-  {
-    py::gil_scoped_release unlocked;
-    status =
-        PackedLinear::run_together(*first->pool.pool, *first->pool.scratch->lend(), rows, products);
-  }
-  unwrap(std::move(status));
+  return [first, rows, products = std::move(products)] {
+    return PackedLinear::run_together(*first->pool.pool, *first->pool.scratch->lend(), rows,
+                                      products);
+  };
 }
 
 void gather(const LinearBox& self, uintptr_t ids_address, size_t num_ids, uintptr_t out_address,
@@ -123,6 +121,26 @@ void gather(const LinearBox& self, uintptr_t ids_address, size_t num_ids, uintpt
     status = self.linear.gather(*self.pool.pool, ids, out);
   }
   unwrap(std::move(status));
+}
+
+void append_embedding(Program& program, const LinearBox& self, uintptr_t out_address,
+                      size_t out_stride_bytes, const std::string& out_dtype) {
+  const compute::RowsTarget out{reinterpret_cast<std::byte*>(out_address), parse_dtype(out_dtype),
+                                out_stride_bytes};
+  program.append([&self, out](ProgramRun& run) {
+    return self.linear.gather(*self.pool.pool, run.inputs().token_ids, out);
+  });
+}
+
+void append_head(Program& program, const LinearBox& self, uintptr_t rows_address,
+                 size_t row_stride_bytes, const std::string& row_dtype, uint32_t num_rows) {
+  const compute::RowsView rows{reinterpret_cast<const std::byte*>(rows_address),
+                               parse_dtype(row_dtype), row_stride_bytes, num_rows};
+  program.append([&self, rows](ProgramRun& run) -> Status {
+    const compute::RowsTarget out{run.inputs().logits, Dtype::kF32,
+                                  self.linear.outputs() * sizeof(float)};
+    return self.linear.run(*self.pool.pool, *self.pool.scratch->lend(), rows, out);
+  });
 }
 
 template <class Name>  // name(part) -> const char*
@@ -149,9 +167,9 @@ void bind_linear(py::module_& module) {
            "have output_stride in bytes and input_stride 0. A bias in memory is (address, dtype, "
            "count, stride), with the stride in elements. Memory and files are not used afterwards. "
            "ConfigError, UnsupportedError and CheckpointError name the part.")
-      .def("run", &run, py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
-           py::arg("num_rows"), py::arg("out_address"), py::arg("out_stride_bytes"),
-           py::arg("out_dtype"), py::arg("residual_address") = 0,
+      .def("run", at_once(&multiplication), py::arg("rows_address"), py::arg("row_stride_bytes"),
+           py::arg("row_dtype"), py::arg("num_rows"), py::arg("out_address"),
+           py::arg("out_stride_bytes"), py::arg("out_dtype"), py::arg("residual_address") = 0,
            py::arg("residual_stride_bytes") = 0, py::arg("residual_dtype") = "f32",
            "Multiplies rows [num_rows, row_width] and writes [num_rows, outputs], rounded once. "
            "The residual [num_rows, outputs] is added before that; it may be the output's memory. "
@@ -191,11 +209,24 @@ void bind_linear(py::module_& module) {
           },
           "Of each part: the numerics class, which is the default one where the wanted one does "
           "not take the format.");
-  module.def(
-      "run_together", &run_together, py::arg("linears"), py::arg("rows_address"),
+  def_operator(
+      module, "run_together", &joint_multiplication, py::arg("linears"), py::arg("rows_address"),
       py::arg("row_stride_bytes"), py::arg("row_dtype"), py::arg("num_rows"), py::arg("outs"),
       "Does what `run` of each layer does for the same rows, in one job of their one pool; an "
       "output is (address, stride in bytes, dtype). ConfigError for layers of several pools.");
+  program_class(module)
+      .def("multiply", in_program(&multiplication), py::keep_alive<1, 2>(), py::arg("linear"),
+           py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
+           py::arg("num_rows"), py::arg("out_address"), py::arg("out_stride_bytes"),
+           py::arg("out_dtype"), py::arg("residual_address") = 0,
+           py::arg("residual_stride_bytes") = 0, py::arg("residual_dtype") = "f32",
+           "As PackedLinear.run.")
+      .def("embed", &append_embedding, py::keep_alive<1, 2>(), py::arg("linear"),
+           py::arg("out_address"), py::arg("out_stride_bytes"), py::arg("out_dtype"),
+           "As PackedLinear.gather, of the step's token ids.")
+      .def("head", &append_head, py::keep_alive<1, 2>(), py::arg("linear"), py::arg("rows_address"),
+           py::arg("row_stride_bytes"), py::arg("row_dtype"), py::arg("num_rows"),
+           "As PackedLinear.run, into the logits of the step.");
 }
 
 }  // namespace dflash::bindings

@@ -1,6 +1,7 @@
 // Binds the row operators of a host: norms, rotary embedding, routing, gates, argmax. Memory is
 // torch's and comes as addresses, with strides in bytes and the names of dtypes; the caller keeps
-// it alive and gives sizes that it has. Every function releases the GIL while it computes.
+// it alive and gives sizes that it has. Every operator computes without the GIL, at once or in a
+// program.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 
@@ -8,6 +9,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
+#include "bindings/program.h"
 #include "compute/cpu/row_operators.h"
 
 namespace py = pybind11;
@@ -35,17 +37,6 @@ const float* floats(uintptr_t address) {
   return reinterpret_cast<const float*>(address);
 }
 
-// Runs an operator without the GIL and raises its error.
-template <class Operator>
-void run(const Operator& compute_rows) {
-  Status status = ok();
-  {
-    py::gil_scoped_release unlocked;
-    status = compute_rows();
-  }
-  unwrap(std::move(status));
-}
-
 template <class Value, size_t N>
 Value choose(const char* what, const std::string& name, const char* const (&names)[N]) {
   std::string known;
@@ -57,20 +48,20 @@ Value choose(const char* what, const std::string& name, const char* const (&name
               std::string(what) + " '" + name + "' is not allowed; choose from " + known});
 }
 
-void normalize(const HostPoolBox& pool, const compute::NormArgs& args) {
-  run([&] { return compute::normalize(*pool.pool, pool.isa, args); });
+auto normalization(const HostPoolBox& pool, const compute::NormArgs& args) {
+  return [&pool, args] { return compute::normalize(*pool.pool, pool.isa, args); };
 }
 
 void bind_norms(py::module_& module) {
-  module.def(
-      "rms_norm",
-      [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
-         const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address,
-         size_t out_stride_bytes, const std::string& out_dtype, float epsilon,
-         uintptr_t weight_address, bool adds_one, uintptr_t residual_address,
-         size_t residual_stride_bytes, const std::string& residual_dtype, uintptr_t sum_address,
-         size_t sum_stride_bytes, const std::string& sum_dtype, bool normalizes_rounded_sum) {
-        normalize(
+  def_operator(
+      module, "rms_norm",
+      +[](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
+          const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address,
+          size_t out_stride_bytes, const std::string& out_dtype, float epsilon,
+          uintptr_t weight_address, bool adds_one, uintptr_t residual_address,
+          size_t residual_stride_bytes, const std::string& residual_dtype, uintptr_t sum_address,
+          size_t sum_stride_bytes, const std::string& sum_dtype, bool normalizes_rounded_sum) {
+        return normalization(
             pool,
             {
                 .form = {compute::NormKind::kRms, epsilon, adds_one, normalizes_rounded_sum},
@@ -93,21 +84,22 @@ void bind_norms(py::module_& module) {
       "x = rows, or rows + residual, which `sum` keeps, rounded to sum_dtype; with "
       "normalizes_rounded_sum it is that rounded sum that is normalised. out = x / sqrt(mean(x^2) "
       "+ epsilon) * weight, or * (1 + weight) with adds_one; weight is [width].");
-  module.def(
-      "layer_norm",
-      [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
-         const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address,
-         size_t out_stride_bytes, const std::string& out_dtype, float epsilon,
-         uintptr_t weight_address, uintptr_t bias_address) {
-        normalize(pool, {
-                            .form = {compute::NormKind::kLayer, epsilon, false, false},
-                            .width = width,
-                            .rows = view(rows_address, row_stride_bytes, row_dtype, num_rows),
-                            .residual = {},
-                            .sum = {},
-                            .weight = floats(weight_address),
-                            .bias = floats(bias_address),
-                            .out = target(out_address, out_stride_bytes, out_dtype)
+  def_operator(
+      module, "layer_norm",
+      +[](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
+          const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address,
+          size_t out_stride_bytes, const std::string& out_dtype, float epsilon,
+          uintptr_t weight_address, uintptr_t bias_address) {
+        return normalization(pool,
+                             {
+                                 .form = {compute::NormKind::kLayer, epsilon, false, false},
+                                 .width = width,
+                                 .rows = view(rows_address, row_stride_bytes, row_dtype, num_rows),
+                                 .residual = {},
+                                 .sum = {},
+                                 .weight = floats(weight_address),
+                                 .bias = floats(bias_address),
+                                 .out = target(out_address, out_stride_bytes, out_dtype)
         });
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
@@ -120,14 +112,14 @@ void bind_norms(py::module_& module) {
 constexpr const char* kRotaryLayouts[] = {"halves", "interleaved", "interleaved_to_halves"};
 
 void bind_rotary(py::module_& module) {
-  module.def(
-      "rotate",
-      [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
-         const std::string& row_dtype, uint32_t num_rows, uint32_t num_heads, uint32_t head_dim,
-         uintptr_t out_address, size_t out_stride_bytes, const std::string& out_dtype,
-         uintptr_t cos_address, uintptr_t sin_address, size_t table_stride_bytes,
-         uint32_t rotary_dim, uint32_t rotary_offset, const std::string& layout,
-         bool has_full_tables) {
+  def_operator(
+      module, "rotate",
+      +[](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
+          const std::string& row_dtype, uint32_t num_rows, uint32_t num_heads, uint32_t head_dim,
+          uintptr_t out_address, size_t out_stride_bytes, const std::string& out_dtype,
+          uintptr_t cos_address, uintptr_t sin_address, size_t table_stride_bytes,
+          uint32_t rotary_dim, uint32_t rotary_offset, const std::string& layout,
+          bool has_full_tables) {
         const compute::RotateArgs args = {
             .form = {num_heads, head_dim, rotary_dim, rotary_offset,
                      choose<compute::RotaryLayout>("layout", layout, kRotaryLayouts),
@@ -137,7 +129,7 @@ void bind_rotary(py::module_& module) {
             .sin = view(sin_address, table_stride_bytes, "f32", num_rows),
             .out = target(out_address, out_stride_bytes, out_dtype)
         };
-        run([&] { return compute::rotate(*pool.pool, pool.isa, args); });
+        return [&pool, args] { return compute::rotate(*pool.pool, pool.isa, args); };
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("num_heads"), py::arg("head_dim"), py::arg("out_address"),
@@ -192,12 +184,12 @@ void bind_router(py::module_& module) {
            "sigmoid_of_chosen or sparse_mixer.\ngroup_score: top_two_sum or max.\nexcluded: The "
            "choice of experts outside the chosen groups.\nnormalizes: Divides by max(sum + "
            "sum_epsilon, sum_floor).\nmixer_threshold: Of a sparse mixer.");
-  module.def(
-      "route",
-      [](const HostPoolBox& pool, const compute::RouterForm& form, uintptr_t logits_address,
-         size_t logits_stride_bytes, const std::string& logits_dtype, uint32_t num_rows,
-         uintptr_t topk_ids_address, const std::string& id_type, uintptr_t topk_weights_address,
-         uintptr_t bias_address, uintptr_t expert_scales_address) {
+  def_operator(
+      module, "route",
+      +[](const HostPoolBox& pool, const compute::RouterForm& form, uintptr_t logits_address,
+          size_t logits_stride_bytes, const std::string& logits_dtype, uint32_t num_rows,
+          uintptr_t topk_ids_address, const std::string& id_type, uintptr_t topk_weights_address,
+          uintptr_t bias_address, uintptr_t expert_scales_address) {
         const compute::RouteArgs args = {
             .form = form,
             .logits = view(logits_address, logits_stride_bytes, logits_dtype, num_rows),
@@ -206,7 +198,7 @@ void bind_router(py::module_& module) {
             .topk_ids = reinterpret_cast<std::byte*>(topk_ids_address),
             .id_type = choose<compute::IdType>("id_type", id_type, kIdTypes),
             .topk_weights = const_cast<float*>(floats(topk_weights_address))};
-        run([&] { return compute::route(*pool.pool, pool.isa, args); });
+        return [&pool, args] { return compute::route(*pool.pool, pool.isa, args); };
       },
       py::arg("pool"), py::arg("form"), py::arg("logits_address"), py::arg("logits_stride_bytes"),
       py::arg("logits_dtype"), py::arg("num_rows"), py::arg("topk_ids_address"), py::arg("id_type"),
@@ -215,17 +207,17 @@ void bind_router(py::module_& module) {
       "Writes topk_ids [num_rows, top_k] (\"i32\" or \"i64\") and topk_weights [num_rows, top_k] "
       "(float32), in descending order of choice. The bias [num_experts] counts for the choice "
       "only; expert_scales [num_experts] multiply the weights.");
-  module.def(
-      "argmax",
-      [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
-         const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address) {
+  def_operator(
+      module, "argmax",
+      +[](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
+          const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address) {
         if (out_address % alignof(int64_t) != 0)
           raise(Error{ErrorCode::kInvalidArgument, "out must begin at a multiple of 8 bytes"});
         const RowsView rows = view(rows_address, row_stride_bytes, row_dtype, num_rows);
-        run([&] {
+        return [&pool, width, rows, out_address] {
           return compute::argmax(*pool.pool, pool.isa, width, rows,
                                  reinterpret_cast<int64_t*>(out_address));
-        });
+        };
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"),
@@ -258,19 +250,19 @@ void bind_gates(py::module_& module) {
            py::arg("gate") = "gated", py::arg("alpha") = defaults.alpha,
            py::arg("up_offset") = defaults.up_offset, py::arg("gate_max") = defaults.gate_max,
            py::arg("up_limit") = defaults.up_limit, "gate: or none, clamped_swiglu");
-  module.def(
-      "apply_gate",
-      [](const HostPoolBox& pool, const GateForm& form, uintptr_t gate_address,
-         size_t gate_stride_bytes, const std::string& gate_dtype, uintptr_t up_address,
-         size_t up_stride_bytes, const std::string& up_dtype, uint32_t num_rows, uint32_t width,
-         uintptr_t out_address, size_t out_stride_bytes, const std::string& out_dtype) {
+  def_operator(
+      module, "apply_gate",
+      +[](const HostPoolBox& pool, const GateForm& form, uintptr_t gate_address,
+          size_t gate_stride_bytes, const std::string& gate_dtype, uintptr_t up_address,
+          size_t up_stride_bytes, const std::string& up_dtype, uint32_t num_rows, uint32_t width,
+          uintptr_t out_address, size_t out_stride_bytes, const std::string& out_dtype) {
         const compute::GateArgs args = {
             .spec = form.spec,
             .width = width,
             .gate = view(gate_address, gate_stride_bytes, gate_dtype, num_rows),
             .up = view(up_address, up_stride_bytes, up_dtype, num_rows),
             .out = target(out_address, out_stride_bytes, out_dtype)};
-        run([&] { return compute::apply_gate(*pool.pool, pool.isa, args); });
+        return [&pool, args] { return compute::apply_gate(*pool.pool, pool.isa, args); };
       },
       py::arg("pool"), py::arg("form"), py::arg("gate_address"), py::arg("gate_stride_bytes"),
       py::arg("gate_dtype"), py::arg("up_address"), py::arg("up_stride_bytes"), py::arg("up_dtype"),
@@ -278,13 +270,13 @@ void bind_gates(py::module_& module) {
       py::arg("out_dtype"),
       "out = act(gate) * up for rows of `width`; with gate \"none\", act(up), and the gate's "
       "address is 0.");
-  module.def(
-      "add_scaled",
-      [](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
-         const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address,
-         size_t out_stride_bytes, const std::string& out_dtype, uintptr_t base_address,
-         size_t base_stride_bytes, const std::string& base_dtype, uintptr_t gate_address,
-         size_t gate_stride_bytes, const std::string& gate_dtype, float scale) {
+  def_operator(
+      module, "add_scaled",
+      +[](const HostPoolBox& pool, uintptr_t rows_address, size_t row_stride_bytes,
+          const std::string& row_dtype, uint32_t num_rows, uint32_t width, uintptr_t out_address,
+          size_t out_stride_bytes, const std::string& out_dtype, uintptr_t base_address,
+          size_t base_stride_bytes, const std::string& base_dtype, uintptr_t gate_address,
+          size_t gate_stride_bytes, const std::string& gate_dtype, float scale) {
         const compute::AddScaledArgs args = {
             .width = width,
             .rows = view(rows_address, row_stride_bytes, row_dtype, num_rows),
@@ -292,7 +284,7 @@ void bind_gates(py::module_& module) {
             .gate = view(gate_address, gate_stride_bytes, gate_dtype, num_rows),
             .scale = scale,
             .out = target(out_address, out_stride_bytes, out_dtype)};
-        run([&] { return compute::add_scaled(*pool.pool, pool.isa, args); });
+        return [&pool, args] { return compute::add_scaled(*pool.pool, pool.isa, args); };
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"), py::arg("out_stride_bytes"),

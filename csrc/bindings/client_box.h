@@ -88,6 +88,16 @@ bool repeat_until(Deadline deadline, Step step) {
   }
 }
 
+// Raises what a signal's handler raises. Needs no GIL.
+inline void raise_signals() {
+  pybind11::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+// Returns once a submitted call is done. It needs no GIL; between two waits Python sees signals,
+// and what these raise ends the wait, not the call.
+void await_call(ExpertClient& client, const client::CallPtr& call);
+
 // Reads a span of time that is an option: positive and finite, so that every wait ends.
 inline constexpr double kMaxWaitS = 1e6;  // above any sensible limit, and far below an overflow
 int64_t timeout_ns(const char* name, double seconds);

@@ -6,8 +6,8 @@
 
 namespace dflash::bindings {
 
-// Each is in the file of its name, but bind_store (bind_worker.cc) and bind_token_batch
-// (bind_call.cc).
+// Each is in the file of its name, but bind_store (bind_worker.cc), bind_token_batch (bind_call.cc)
+// and bind_program_run (bind_program.cc).
 void bind_codec(pybind11::module_& module);
 void bind_numerics(pybind11::module_& module);
 void bind_secure(pybind11::module_& module);
@@ -27,9 +27,12 @@ void bind_dlpack(pybind11::module_& module);
 void bind_handover(pybind11::module_& module);
 void bind_oracle(pybind11::module_& module);
 void bind_formats(pybind11::module_& module);
+void bind_program(pybind11::module_& module);
+void bind_program_run(pybind11::module_& module);
 void bind_linear(pybind11::module_& module);
 void bind_rows(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
+void bind_draw(pybind11::module_& module);
 
 }  // namespace dflash::bindings
 
@@ -73,7 +76,10 @@ PYBIND11_MODULE(_core, module) {
   bind_handover(module);
   bind_oracle(module);
   bind_formats(module);
+  bind_program(module);  // to which operators add themselves
   bind_linear(module);
   bind_rows(module);
   bind_attention(module);
+  bind_draw(module);
+  bind_program_run(module);  // by the plan of a step
 }

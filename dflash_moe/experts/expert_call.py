@@ -102,30 +102,33 @@ class BoundExperts:
     time runs it.
     """
 
-    __slots__ = ("_batch", "_client", "_explained", "_layer")
+    __slots__ = ("batch", "client", "explained", "layer")
 
     def __init__(
         self, client: _core.Client, layer: int, batch: _core.TokenBatch, explained: Callable[[WorkerError], DflashError]
     ) -> None:
-        self._client, self._layer, self._batch, self._explained = client, layer, batch, explained
+        """Whoever makes the call in another way, by the client, completes its errors by
+        `explained`.
+        """
+        self.client, self.layer, self.batch, self.explained = client, layer, batch, explained
 
     def run(self) -> None:
         """Computes the experts and returns once the result is written. Errors are those of
         `ExpertRuntime.experts`.
         """
         try:
-            self._client.run(self._layer, self._batch)
+            self.client.run(self.layer, self.batch)
         except WorkerError as error:
-            raise self._explained(error) from None
+            raise self.explained(error) from None
 
     def submit(self) -> Callable[[], None]:
         """Starts the call and returns the function that waits for its end, which raises what `run`
         would.
         """
         try:
-            call = _core.Call(self._client, self._layer, self._batch)
+            call = _core.Call(self.client, self.layer, self.batch)
         except WorkerError as error:
-            raise self._explained(error) from None
+            raise self.explained(error) from None
         return lambda: self._finish(call)
 
     def _finish(self, call: _core.Call) -> None:
@@ -134,6 +137,6 @@ class BoundExperts:
                 pass
             call.result()
         except WorkerError as error:
-            raise self._explained(error) from None
+            raise self.explained(error) from None
         finally:
             call.abandon()

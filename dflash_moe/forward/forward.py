@@ -178,6 +178,9 @@ class PackedForward:
         self.blocks = blocks
         # The dtype of hidden states.
         self.dtype = dtype
+        # As `Forward.vocab_size`. A configuration is not asked in every step, because that costs 25
+        # us.
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         modules = find_rotary_modules(model).values()
         self.rotary = [RotaryTables(module) for module in modules]
         for tables, module in zip(self.rotary, modules, strict=True):
@@ -286,18 +289,14 @@ class PackedForward:
     def _run(self, rows: Sequence[StepRows], step: StepContext) -> torch.Tensor:
         if self.residuals is not None and step.num_rows:
             self.residuals.begin(int(step.positions[0]))
-        token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
-        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
+        tokens = [token for entry in rows for token in entry.token_ids]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
+        token_ids = torch.from_numpy(np.array(tokens, np.int64))
         wanted = _wanted_rows(rows)
         if self.micro_batches is None or step.last_position is not None:
             return self.run_rows(token_ids, step, wanted)
         return self.micro_batches.run(self, token_ids, step, wanted)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids."""
-        return int(self.model.config.get_text_config().vocab_size)
 
     def run_rows(self, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor) -> torch.Tensor:
         """Returns logits [num_wanted, vocab_size] of the rows `wanted`, int64, of a step, or of a
@@ -356,4 +355,4 @@ def _wanted_rows(rows: Sequence[StepRows]) -> torch.Tensor:
     for entry in rows:
         end += len(entry.token_ids)
         found += range(end - entry.num_logits, end)
-    return torch.tensor(found, dtype=torch.int64)
+    return torch.from_numpy(np.array(found, np.int64))

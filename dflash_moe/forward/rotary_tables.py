@@ -76,7 +76,30 @@ class RotaryTables:
             tables, is_tuple = select(step, x, arguments, options)
         return tables if is_tuple else tables[0]
 
+    def shared(self, step: StepContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the cosines and sines of all positions from 0 on that the step needs, dense
+        float32 [num_positions, width], in which its rows are found by their positions. None where
+        they have tables of their own: `cos_sin` gives these.
+        """
+        if step.last_position is not None or self.depends_on_length:
+            return None
+        self.is_used = True
+        with self._lock:
+            shared = self._up_to(step, _FLOAT32, (), {})
+        if not shared.is_tuple or any(table.dtype != torch.float32 or table.ndim != 3 for table in shared.tables):
+            return None
+        cos, sin = shared.tables
+        return cos[0, : shared.num_positions], sin[0, : shared.num_positions]
+
     def _select(self, step: StepContext, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
+        shared = self._up_to(step, x, arguments, options)
+        if len(step.lengths) == 1:
+            _, first, count = step.lengths[0]
+            return tuple(table[:, first : first + count] for table in shared.tables), shared.is_tuple
+        return tuple(table.index_select(1, step.position_ids[0]) for table in shared.tables), shared.is_tuple
+
+    def _up_to(self, step: StepContext, x: torch.Tensor, arguments: Any, options: Any) -> _SharedTables:
+        """Returns the tables that all sequences read, grown to the last position of the step."""
         key = (x.dtype, arguments, tuple(sorted(options.items())))
         shared = self._shared.get(key)
         if shared is None:
@@ -84,10 +107,7 @@ class RotaryTables:
         needed = max((first + count for _, first, count in step.lengths), default=0)
         while shared.num_positions < max(needed, 1):
             shared.append(*self._chunk(x, 0, shared.num_positions // CHUNK, arguments, options))
-        if len(step.lengths) == 1:
-            _, first, count = step.lengths[0]
-            return tuple(table[:, first : first + count] for table in shared.tables), shared.is_tuple
-        return tuple(table.index_select(1, step.position_ids[0]) for table in shared.tables), shared.is_tuple
+        return shared
 
     def _join_chunks(self, step: StepContext, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
         if len(self._chunks) > 4 * CHUNK:

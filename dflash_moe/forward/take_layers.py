@@ -64,23 +64,28 @@ class _BoundRoute:
         self._module, self._tensors, self._out = module, tensors, out
         self._bound: BoundExperts | None = None
 
+    def begin(self) -> BoundExperts | None:
+        """Counts a call of the runtime and returns it for the core, None where something stands in
+        for the route.
+        """
+        route = route_of(self._module)
+        return self._begin(route) if isinstance(route, ExpertRoute) else None
+
     def run(self, step: StepContext) -> None:
         """Computes the result."""
-        route = route_of(self._module)
-        if not isinstance(route, ExpertRoute):
-            self._out.copy_(route.call(*self._tensors))
+        bound, clock = self.begin(), step.clock
+        if bound is None:
+            self._out.copy_(route_of(self._module).call(*self._tensors))
             return
-        bound, clock = self._begin(route), step.clock
         left_s = clock.leave()
         bound.run()
         clock.enter(left_s)
 
     def submit(self, step: StepContext) -> Callable[[], None]:
         """Starts the call and returns what waits for its end."""
-        route = route_of(self._module)
-        if not isinstance(route, ExpertRoute):
+        bound, clock = self.begin(), step.clock
+        if bound is None:
             return lambda: self.run(step)
-        bound, clock = self._begin(route), step.clock
         submitted_s = perf_counter()
         finish = bound.submit()
 

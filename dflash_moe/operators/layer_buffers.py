@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +31,9 @@ class LayerBuffers:
             return torch.empty((num_rows, width), dtype=torch.float32)
 
         self.num_rows = num_rows
-        # What computes a layer on these rows, by layer: calls that are bound to these tensors.
-        self.calls: dict[Any, list[Callable[[Any], Any]]] = {}
+        # What computes on these rows, by layer or loop over layers: programs that are bound to
+        # these tensors (layers/step_program.py).
+        self.programs: dict[Any, Any] = {}
         self.hidden_states = torch.empty((num_rows, sizes.hidden_size), dtype=dtype)
         self.normed = floats(sizes.hidden_size)
         self.query, self.key, self.value = floats(sizes.query), floats(sizes.key), floats(sizes.value)
@@ -55,8 +55,12 @@ class LayerBuffers:
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 setattr(found, name, value[:num_rows])
-        found.num_rows, found.calls = num_rows, {}
+        found.num_rows, found.programs = num_rows, {}
         return found
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns all tensors."""
+        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
 
     def set_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Copies the cosines and sines [num_rows, width] of a step, from which layers rotate."""

@@ -58,12 +58,12 @@ class HostLinear(nn.Module):  # type: ignore[misc]
         # A model's code may ask a layer for the dtype or shape of its weight, which has no values
         # any more.
         self.weight = torch.empty((packed.outputs, packed.inputs), dtype=out_dtype or dtype, device="meta")
-        self._out_dtype = out_dtype
+        self.out_dtype = out_dtype
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns [..., outputs] for rows [..., inputs]."""
         rows = dense(rows)
-        out = rows.new_empty((*rows.shape[:-1], self.out_features), dtype=self._out_dtype or rows.dtype)
+        out = rows.new_empty((*rows.shape[:-1], self.out_features), dtype=self.out_dtype or rows.dtype)
         self.packed.run(*rows_of(rows), *rows_of(out)[:3])
         return out
 
@@ -96,12 +96,12 @@ class HostEmbedding(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.packed = packed
         self.embedding_dim, self.num_embeddings = packed.inputs, packed.outputs
-        self._dtype = dtype
+        self.dtype = dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns rows [..., embedding_dim] of ids [...] in int64."""
         ids = dense(input_ids)
-        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self._dtype)
+        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype)
         self.packed.gather(ids.data_ptr(), ids.numel(), *rows_of(out)[:3])
         return out
 

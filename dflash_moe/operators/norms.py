@@ -5,7 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,13 @@ class HostNorm(nn.Module):  # type: ignore[misc]
         """Returns the normalised rows [..., width]."""
         rows = dense(rows)
         out = torch.empty_like(rows)
-        function, arguments = self.bound(rows, out)
-        function(*arguments)
+        function = _core.rms_norm if self.form.kind == "rms" else _core.layer_norm
+        function(*self.arguments(rows, out))
         return out
 
-    def bound(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """Returns the core's function that normalises `rows` into `out`, with its arguments. Both
-        are rows of `rows_of` and stay the caller's.
+    def arguments(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        """Returns what the core's function for this form (rms_norm, layer_norm) takes to normalise
+        `rows` into `out`. Both are rows of `rows_of` and stay the caller's.
         """
         address, stride, dtype, count = rows_of(rows)
         arguments = (
@@ -60,8 +60,8 @@ class HostNorm(nn.Module):  # type: ignore[misc]
             self.form.epsilon, self.scale.data_ptr(),
         )  # fmt: skip
         if self.form.kind == "rms":
-            return _core.rms_norm, (*arguments, self.form.adds_one)
-        return _core.layer_norm, (*arguments, 0 if self.shift is None else self.shift.data_ptr())
+            return (*arguments, self.form.adds_one)
+        return (*arguments, 0 if self.shift is None else self.shift.data_ptr())
 
     def exact(self) -> nn.Module:
         """Returns the norm in float64."""

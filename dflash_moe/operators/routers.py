@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,20 +83,19 @@ class HostRouter(nn.Module):  # type: ignore[misc]
         ids = torch.empty((count, self.form.top_k), dtype=torch.int64)
         self.packed.run(address, stride, dtype, count, *rows_of(logits)[:3])
         given = None if given is None else given.detach().float().contiguous()
-        self.bound_route(logits, ids, weights, given)()
+        _core.route(*self.route_arguments(logits, ids, weights, given))
         return logits, weights, ids
 
-    def bound_route(
+    def route_arguments(
         self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, given: torch.Tensor | None = None
-    ) -> Callable[..., None]:
-        """Returns what chooses by logits [num_rows, num_experts] and writes ids and weights
-        [num_rows, top_k]. `given` is a correction in float32 that the module is called with instead
-        of having it. All are dense and stay the caller's.
+    ) -> tuple[Any, ...]:
+        """Returns what the core's `route` takes to choose by logits [num_rows, num_experts] and
+        write ids and weights [num_rows, top_k]. `given` is a correction in float32 that the module
+        is called with instead of having it. All are dense and stay the caller's.
         """
         correction = self.correction if given is None or not self.form.has_bias else given
         bias = 0 if correction is None else correction.data_ptr()
-        arguments = (self._pool, self._form, *rows_of(logits), ids.data_ptr(), "i64", weights.data_ptr(), bias)
-        return lambda *_step: _core.route(*arguments)
+        return self._pool, self._form, *rows_of(logits), ids.data_ptr(), "i64", weights.data_ptr(), bias
 
     def exact(self) -> nn.Module:
         """Returns the router in float64, with what is packed."""

@@ -33,6 +33,16 @@ class StepClock:
         """A half of a step has turns."""
         self._turns, self.awaited_s, self.remote_s = turns, 0.0, 0.0
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether somebody has to be told when experts are awaited."""
+        return self._turns is not None
+
+    def add(self, awaited_s: float, remote_s: float) -> None:
+        """Books seconds that somebody else has measured."""
+        self.awaited_s += awaited_s
+        self.remote_s += remote_s
+
     def leave(self) -> float:
         """Says that experts are awaited from now on. Returns the time, for `enter`."""
         if self._turns is not None:

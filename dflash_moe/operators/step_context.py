@@ -70,6 +70,11 @@ class StepContext:
         return _core.AttentionPlan(tuple(self.sequences))
 
     @cached_property
+    def inputs(self) -> _core.StepInputs:
+        """What the core's programs of layers read of the step."""
+        return _core.StepInputs(self.plan, self.slots.data_ptr())
+
+    @cached_property
     def groups(self) -> dict[int, list[RowGroup]]:
         """The sequences as torch's attention takes them, with their masks: what was planned so far
         by window.

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.checks.sources import project_files
 
 SPDX = "SPDX-License-Identifier: Apache-2.0"
-_HEAD_LINES = 30
+_HEAD_LINES = 50
 
 
 def find(root: Path) -> list[str]:

@@ -21,6 +21,10 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/bindings/bind_call.cc": {
         "wait client": "bounded: each turn waits at most kSignalPeriodNs, the whole until the caller's deadline",
     },
+    "csrc/bindings/bind_program.cc": {
+        "wait run": "bounded: as that of bind_call.cc, until the call's own deadline",
+    },
+    "csrc/bindings/client_box.h": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/bindings/bind_secure.cc": {"lock box.mutex": _NEVER_BLOCKS},
     "csrc/bindings/boxes.h": {"lock mutex": _NEVER_BLOCKS},
     "csrc/c_interface/connection.cc": {
@@ -61,6 +65,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/compute/cpu/cpu_layer.cc": {"lock mutex_": "straight: keeps or takes one error, and nothing is called"},
     "csrc/compute/experts/layer_checks.cc": {
         "lock mutex_": "straight: keeps or takes one place, and nothing is called",
+    },
+    "csrc/compute/cpu/page_buffer.cc": {"lock mutex_": "straight: counts bytes, and maps a region at most"},
+    "csrc/compute/cpu/scratch_pool.h": {
+        "join releaser_": "bounded: is_closing_ was set and told; between two looks it unmaps idle blocks at most",
+        "lock mutex_": "straight: moves pointers, and starts a thread once; a timed wait under it gives it up",
     },
     "csrc/compute/cpu/thread_pool.cc": {
         "join thread": "bounded: is_stopping_ was set and told; sleepers look again by themselves, tasks are finite arithmetic",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -113,7 +113,7 @@ def test_a_worker_that_is_killed_within_a_step_leaves_no_partial_token(monkeypat
             if next(steps) == 10:
                 os.kill(victims["w1"], signal.SIGKILL)
 
-        before_layer(llm, 1, kill, monkeypatch)
+        monkeypatch.setattr(llm.host.packed, "residuals", BeforeLayer(1, kill))
         for stream, tokens in zip(streams, expected, strict=True):
             deltas = rest_of(stream)
             assert isinstance(end_of(deltas).error, WorkerLost)
@@ -175,16 +175,18 @@ def test_closing_while_a_worker_is_frozen_ends_all_who_wait() -> None:
     assert all(is_gone(pid) for pid in victims.values())
 
 
-def before_layer(llm: LLM, place: int, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls `function` before a layer of each step."""
-    layer = llm.host.packed.loop.layers[place]
-    step = layer.step
+class BeforeLayer:
+    """Calls `function` before a layer of each step, as whoever is shown the layers' rows."""
 
-    def stepped(*arguments: Any) -> Any:
-        function()
-        return step(*arguments)
+    def __init__(self, place: int, function: Callable[[], None]) -> None:
+        self._place, self._function = place, function
 
-    monkeypatch.setitem(layer.__dict__, "step", stepped)
+    def begin(self, first: int) -> None:
+        pass
+
+    def see(self, layer: int, positions: Any, hidden_states: Any) -> None:
+        if layer == self._place - 1:
+            self._function()
 
 
 @pytest.fixture(scope="module", params=["1", "2"])
@@ -210,7 +212,7 @@ def test_a_layer_that_fails_once_ends_the_requests_of_its_step_and_others_are_ex
         if next(steps) == at:
             raise type(error)(*error.args)
 
-    before_layer(llm, 1, fail, monkeypatch)
+    monkeypatch.setattr(llm.host.packed, "residuals", BeforeLayer(1, fail))
     streams = [llm.submit(token_ids, SHORT) for token_ids in PROMPTS]
     num_failed = 0
     for stream, tokens in zip(streams, expected, strict=True):

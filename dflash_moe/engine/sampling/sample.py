@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from dflash_moe.engine.sampling import logprobs
-from dflash_moe.engine.sampling.draw import MAX_VOCAB_SIZE, NOT_FINITE, NOTHING_ALLOWED, draw, greedy_ids
+from dflash_moe.engine.sampling.draw import (
+    MAX_VOCAB_SIZE,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    draw,
+    draw_tokens,
+    filters_most,
+    greedy_ids,
+)
 from dflash_moe.engine.sampling.logprobs import TokenLogprobs
 from dflash_moe.engine.sampling.sampling_state import SamplingState
 from dflash_moe.errors import ConfigError, DflashError, EngineError
@@ -36,6 +44,11 @@ class SampleRow:
     position: int
     tokens_before: Sequence[int] = ()
     mask: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Says whether a token is chosen from the model's logits as they are."""
+        return self.mask is None and not self.state.has_bias and not self.state.has_penalties
 
 
 class Sampler:
@@ -124,12 +137,17 @@ class Sampled:
 
 def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[int, DflashError]) -> torch.Tensor:
     """Returns int64 [num_rows] on the logits' device, and puts errors of rows into `refused`."""
+    # Rows that are sampled together, because nothing changes their logits before.
     greedy = [place for place, row in enumerate(rows) if row.state.is_greedy and row.mask is None]
     if len(greedy) == len(rows):
         return greedy_ids(logits)
     ids: dict[int, torch.Tensor] = {}
     if greedy:
-        ids = dict(zip(greedy, greedy_ids(logits[greedy]), strict=True))
+        ids |= zip(greedy, greedy_ids(logits[greedy]), strict=True)
+    drawn = [place for place, row in enumerate(rows) if row.is_plain and filters_most(row.state.params)]
+    if drawn and logits.is_cpu:
+        draws = [(place, rows[place].state.params, rows[place].state.uniform(rows[place].position)) for place in drawn]
+        ids |= zip(drawn, torch.tensor(draw_tokens(logits, draws)), strict=True)
     for place, row in enumerate(rows):
         if place not in ids:
             try:

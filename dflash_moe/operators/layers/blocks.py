@@ -1,13 +1,12 @@
 """A whole decoder layer over the packed operators: attention block and feed-forward block, with
-float32 between them. Rows go through buffers that all layers share, so that a layer costs a dozen
-calls of the core and no tensor is made.
+float32 between them. Rows go through buffers that all layers share, so that a layer is a part of a
+program over fixed memory and no tensor is made.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,23 +17,12 @@ from dflash_moe import _core
 from dflash_moe.operators.addresses import rows_of
 from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.layers.attention_block import AttentionBlock
-from dflash_moe.operators.layers.bound_calls import Calls, add, multiply, multiply_together, normalise
+from dflash_moe.operators.layers.bound_calls import add, multiply, multiply_together, normalise
+from dflash_moe.operators.layers.step_program import BoundCall, StepProgram
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.routers import HostRouter
 from dflash_moe.operators.step_context import StepContext, running_step
-
-
-class BoundCall(Protocol):
-    """A call of the routed experts whose tensors are fixed."""
-
-    def run(self, step: StepContext) -> None:
-        """Computes the experts into the result that was bound."""
-        ...
-
-    def submit(self, step: StepContext) -> Callable[[], None]:
-        """Starts the call and returns what waits for its end."""
-        ...
 
 
 class Experts(Protocol):
@@ -96,11 +84,16 @@ class HostLayer(nn.Module):  # type: ignore[misc]
     def step(self, step: StepContext) -> None:
         """Computes the layer on the hidden states in the buffers of a step, in place."""
         buffers = step.buffers
-        calls = buffers.calls.get(self)
-        if calls is None:
-            calls = buffers.calls[self] = [*self.attention.calls(self._pool, buffers), *self._feed_forward(buffers)]
-        for call in calls:
-            call(step)
+        program = buffers.programs.get(self)
+        if program is None:
+            program = buffers.programs[self] = StepProgram(buffers)
+            self.bind(buffers, program)
+        program.run(step)
+
+    def bind(self, buffers: LayerBuffers, program: StepProgram) -> None:
+        """Appends the calls of the layer over these buffers."""
+        self.attention.bind(self._pool, buffers, program)
+        self._bind_feed_forward(buffers, program)
 
     def _grow(self, buffers: BufferPool) -> None:
         self.attention.grow(buffers)
@@ -112,46 +105,46 @@ class HostLayer(nn.Module):  # type: ignore[misc]
             buffers.grow(num_experts=parts.router.form.num_experts, top_k=parts.router.form.top_k)
 
     # -- feed forward --------------------------------------------------------------------------
-    def _feed_forward(self, b: LayerBuffers) -> Calls:
+    def _bind_feed_forward(self, b: LayerBuffers, program: StepProgram) -> None:
         middle = part(b.middle, self.hidden_size)
         rows = b.expert_rows
-        calls: Calls = [normalise(self.feed_forward_norm, middle, rows)]
+        normalise(program, self.feed_forward_norm, middle, rows)
         parts = self.feed_forward
         if isinstance(parts, MlpParts):
-            return [*calls, *self._mlp(b, parts, rows, b.hidden_states, residual=middle)]
+            self._bind_mlp(b, program, parts, rows, b.hidden_states, residual=middle)
+            return
         form = parts.router.form
         logits, weights = part(b.logits, form.num_experts), part(b.topk_weights, form.top_k)
         ids = part(b.topk_ids, form.top_k)
-        calls += [multiply(parts.router.packed, rows, logits), parts.router.bound_route(logits, ids, weights, parts.correction)]
+        multiply(program, parts.router.packed, rows, logits)
+        program.core.keep((parts.router.correction, parts.correction))
+        program.core.route(*parts.router.route_arguments(logits, ids, weights, parts.correction))
         bound = parts.experts.bind(rows, ids, weights, b.routed)
         if parts.shared is None:
-            return [*calls, bound.run, add(self._pool, b.routed, middle, b.hidden_states)]
+            program.experts(bound)
+            add(program, self._pool, b.routed, middle, b.hidden_states)
+            return
         # Shared experts are computed while the routed ones are awaited.
         shared = part(b.shared, self.hidden_size)
-        overlapped = self._mlp(b, parts.shared, rows, shared, residual=middle)
+        wait = program.submit(bound)
+        self._bind_mlp(b, program, parts.shared, rows, shared, residual=middle)
+        wait()
+        add(program, self._pool, b.routed, shared, b.hidden_states)
 
-        def both(step: StepContext) -> None:
-            wait = bound.submit(step)
-            try:
-                for call in overlapped:
-                    call(step)
-            finally:
-                wait()
-
-        return [*calls, both, add(self._pool, b.routed, shared, b.hidden_states)]
-
-    def _mlp(self, b: LayerBuffers, parts: MlpParts, rows: torch.Tensor, out: torch.Tensor, *, residual: torch.Tensor) -> Calls:
-        """Computes residual + mlp(rows) into `out`."""
+    def _bind_mlp(
+        self, b: LayerBuffers, program: StepProgram, parts: MlpParts, rows: torch.Tensor, out: torch.Tensor, *,
+        residual: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Appends what computes residual + mlp(rows) into `out`."""
         width = parts.down.in_features
         gate, up = part(b.gate, width), part(b.up, width)
         form = _core.GateForm(activation=parts.activation, gate="gated")
-        joined = (self._pool, form, *rows_of(gate)[:3], *rows_of(up), width, *rows_of(gate)[:3])
-        calls: Calls = [
-            multiply_together((parts.gate, parts.up), rows, (gate, up)),
-            lambda _step: _core.apply_gate(*joined),
-        ]
+        multiply_together(program, (parts.gate, parts.up), rows, (gate, up))
+        joined: tuple[Any, ...] = (*rows_of(gate)[:3], *rows_of(up), width, *rows_of(gate)[:3])
+        program.core.apply_gate(self._pool, form, *joined)
         if parts.row_gate is None:
-            return [*calls, multiply(parts.down.packed, gate, out, residual=residual)]
-        scale = b.row_gate
-        calls += [multiply(parts.down.packed, gate, out), multiply(parts.row_gate.packed, rows, scale)]
-        return [*calls, add(self._pool, out, residual, out, row_gate=scale)]
+            multiply(program, parts.down.packed, gate, out, residual=residual)
+            return
+        multiply(program, parts.down.packed, gate, out)
+        multiply(program, parts.row_gate.packed, rows, b.row_gate)
+        add(program, self._pool, out, residual, out, row_gate=b.row_gate)

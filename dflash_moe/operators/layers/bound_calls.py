@@ -1,15 +1,14 @@
-"""Calls of the core over fixed tensors: each function here binds an operator to rows and returns
-what computes it in a step, which converts no arguments. Tensors stay the caller's, who keeps them
-alive; rows are [num_rows, width], dense or parts of wider rows.
+"""Appends operators over fixed tensors to the program of a step, which converts no arguments any
+more when it runs. Tensors stay the caller's: the program keeps those of its buffers alive, and what
+is made of weights is kept here. Rows are [num_rows, width], dense or parts of wider rows.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,13 +16,10 @@ from dflash_moe import _core
 from dflash_moe.operators.addresses import rows_of
 from dflash_moe.operators.attention_probe import AttentionCall
 from dflash_moe.operators.layer_buffers import LayerBuffers, part
+from dflash_moe.operators.layers.step_program import StepProgram
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.paged_attention import LayerPages
-from dflash_moe.operators.step_context import StepContext
-
-Call = Callable[[StepContext], Any]
-Calls = list[Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,74 +33,76 @@ class Rotary:
     table_width: int
 
 
-def multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> Call:
+def multiply(
+    program: StepProgram, packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Computes rows times a packed matrix, plus the residual, into `out`."""
-    arguments: tuple[Any, ...] = (*rows_of(rows), *rows_of(out)[:3])
-    if residual is not None:
-        arguments += rows_of(residual)[:3]
-    run = packed.run
-    return lambda _step: run(*arguments)
+    added = () if residual is None else rows_of(residual)[:3]
+    program.core.multiply(packed, *rows_of(rows), *rows_of(out)[:3], *added)
 
 
-def multiply_together(linears: Sequence[HostLinear], rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> Call:
+def multiply_together(
+    program: StepProgram, linears: Sequence[HostLinear], rows: torch.Tensor, outs: Sequence[torch.Tensor]
+) -> None:
     """Computes rows times the matrix of each layer into the output at its place, in one pass."""
     packed = tuple(linear.packed for linear in linears)
-    arguments = (packed, *rows_of(rows), tuple(rows_of(out)[:3] for out in outs))
-    return lambda _step: _core.run_together(*arguments)
+    program.core.run_together(packed, *rows_of(rows), tuple(rows_of(out)[:3] for out in outs))
 
 
-def normalise(norm: HostNorm, rows: torch.Tensor, out: torch.Tensor) -> Call:
+def normalise(program: StepProgram, norm: HostNorm, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Computes the norm of each row into `out`, which may be `rows`."""
-    function, arguments = norm.bound(rows, out)
-    return lambda _step: function(*arguments)
+    arguments = norm.arguments(rows, out)
+    program.core.keep((norm.scale, norm.shift))
+    if norm.form.kind == "rms":
+        program.core.rms_norm(*arguments)
+    else:
+        program.core.layer_norm(*arguments)
 
 
 def rotate(
-    pool: _core.HostPool, rotary: Rotary, buffers: LayerBuffers, rows: torch.Tensor, num_heads: int, offset: int = 0
-) -> Call:
+    program: StepProgram, pool: _core.HostPool, rotary: Rotary, buffers: LayerBuffers, rows: torch.Tensor, num_heads: int,
+    offset: int = 0,
+) -> None:  # fmt: skip
     """Turns the heads of each row in place, of every head the values from `offset` on, by the
     cosines and sines in the buffers.
     """
     cos, sin = part(buffers.cos, rotary.table_width), part(buffers.sin, rotary.table_width)
-    arguments = (
+    program.core.rotate(
         pool, *rows_of(rows), num_heads, rows.shape[1] // num_heads, *rows_of(rows)[:3],
         cos.data_ptr(), sin.data_ptr(), rows_of(cos)[1],
         rotary.dim, offset, rotary.layout, rotary.table_width == rotary.dim,
     )  # fmt: skip
-    return lambda _step: _core.rotate(*arguments)
 
 
 def add(
-    pool: _core.HostPool, rows: torch.Tensor, base: torch.Tensor, out: torch.Tensor, row_gate: torch.Tensor | None = None
-) -> Call:
+    program: StepProgram, pool: _core.HostPool, rows: torch.Tensor, base: torch.Tensor, out: torch.Tensor,
+    row_gate: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Computes base + rows, where each row may be scaled by the sigmoid of its `row_gate`."""
-    arguments: tuple[Any, ...] = (pool, *rows_of(rows), rows.shape[1], *rows_of(out)[:3], *rows_of(base)[:3])
-    if row_gate is not None:
-        arguments += rows_of(row_gate)[:3]
-    return lambda _step: _core.add_scaled(*arguments)
+    gate = () if row_gate is None else rows_of(row_gate)[:3]
+    program.core.add_scaled(pool, *rows_of(rows), rows.shape[1], *rows_of(out)[:3], *rows_of(base)[:3], *gate)
 
 
-def append(found: LayerPages, key: torch.Tensor, value: torch.Tensor) -> Call:
+def copy(program: StepProgram, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies rows [num_rows, width] to `out`, which has their dtype."""
+    address, stride, _, count = rows_of(rows)
+    program.core.copy_rows(address, stride, rows.shape[1] * rows.element_size(), count, *rows_of(out)[:2])
+
+
+def append(program: StepProgram, found: LayerPages, key: torch.Tensor, value: torch.Tensor) -> None:
     """Stores the keys and values of all rows of the step."""
-    layer = found.pages.layer(found.index)
-    index, count, rest = found.index, key.shape[0], (*rows_of(key)[:3], *rows_of(value)[:3])
-
-    def store(step: StepContext) -> None:
-        layer.append(step.slots.data_ptr(), count, *rest)
-        step.keys_stored(index)
-
-    return store
-
-
-def attend(found: LayerPages, call: AttentionCall, query: torch.Tensor, out: torch.Tensor) -> Call:
-    """Computes the attention of the step's rows over the pages."""
-    pages, layer = found.pages, found.pages.layer(found.index)
-    form = (call.scale, call.window, call.softcap, found.sinks_address(call.sinks))
-    arguments = (*rows_of(query)[:3], call.num_heads, *rows_of(out)[:3], *form)
     index = found.index
+    program.core.store_keys(found.pages.layer(index), key.shape[0], *rows_of(key)[:3], *rows_of(value)[:3])
+    program.tell(lambda step: step.keys_stored(index))
 
-    def read(step: StepContext) -> None:
-        step.await_keys(index)
-        _core.paged_attention(pages.pool, layer, step.plan, *arguments)
 
-    return read
+def attend(program: StepProgram, found: LayerPages, call: AttentionCall, query: torch.Tensor, out: torch.Tensor) -> None:
+    """Computes the attention of the step's rows over the pages."""
+    index = found.index
+    program.tell(lambda step: step.await_keys(index))
+    program.core.keep(found)
+    program.core.paged_attention(
+        found.pages.pool, found.pages.layer(index), *rows_of(query)[:3], call.num_heads, *rows_of(out)[:3],
+        call.scale, call.window, call.softcap, found.sinks_address(call.sinks),
+    )  # fmt: skip

@@ -52,6 +52,9 @@ class BoundProbe:
         self._tensors = (hidden_states, topk_ids, topk_weights, out)
         return self
 
+    def begin(self) -> None:
+        """No client makes the call."""
+
     def run(self, _step: StepContext) -> None:
         """Computes the result."""
         rows, ids, weights, out = self._tensors

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -18,9 +19,10 @@ from dflash_moe.engine.sampling.draw import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     draw,
+    draw_by_torch,
+    draw_tokens,
     greedy_ids,
     threshold_of_all,
-    threshold_of_some,
 )
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
 
@@ -50,7 +52,13 @@ def probabilities_of(logits: list[float], params: SamplingParams) -> np.ndarray:
 
 
 def drawn(logits: list[float], params: SamplingParams, uniform: float) -> int:
-    return int(draw(torch.tensor(logits, dtype=torch.float64), params, uniform))
+    """The token by the core, which is that of torch's operators on cards."""
+    values = torch.tensor(logits, dtype=torch.float64)
+    (token_id,) = draw_tokens(values[None], [(0, params, uniform)])
+    token_id = NOTHING_ALLOWED if token_id == NOT_FINITE else token_id
+    assert int(draw(values.clone(), params, uniform)) == token_id
+    assert int(draw_by_torch(values, params, uniform)) == token_id
+    return token_id
 
 
 # Different logits differ by 0.01 at least, so that rounding makes no ties that the twin lacks.
@@ -158,8 +166,7 @@ def test_only_rows_whose_largest_is_not_finite_have_no_greedy_token():
     spread=st.sampled_from([1, 3, 40]),
     share=st.floats(0, 1),
 )
-def test_sorting_some_and_sorting_all_find_the_same_threshold(seed, width, spread, share):
-    # The second is what runs on cards.
+def test_the_threshold_is_the_last_weight_that_reaches_the_share(seed, width, spread, share):
     generator = np.random.default_rng(seed)
     weights = np.exp2(generator.normal(0, spread, width).clip(-40, 40)).round().astype(np.int64)
     weights[generator.integers(width)] += 1
@@ -167,7 +174,27 @@ def test_sorting_some_and_sorting_all_find_the_same_threshold(seed, width, sprea
     target = max(1, min(total, math.ceil(total * share)))
     expected = next(weight for weight, end in zip(*_descending(weights), strict=True) if end >= target)
     assert int(threshold_of_all(torch.from_numpy(weights), torch.tensor(target))) == expected
-    assert target == total or threshold_of_some(weights, total, target) == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    width=st.sampled_from([1, 15, 31, 32, 33, 1000, 32003]),
+    spread=st.sampled_from([0.01, 1.0, 3.0, 30.0]),
+    # Coarse logits have many equals.
+    grain=st.sampled_from([0.0, 0.5]),
+    top_k=st.sampled_from([0, 1, 2, 40, 499, 600]),
+    params=filters,
+    uniform=st.floats(0, LARGEST_UNIFORM),
+)
+def test_the_core_draws_the_tokens_of_torch_from_whole_rows(seed, width, spread, grain, top_k, params, uniform):
+    """Rows of several blocks, of which some have no likely token."""
+    params = dataclasses.replace(params, top_k=top_k)
+    logits = spread * torch.randn(3, width + 2, generator=torch.Generator().manual_seed(seed))
+    logits = ((logits / grain).round() * grain if grain else logits)[:, 1:-1]  # rows lie apart
+    expected = [int(draw_by_torch(row.double(), params, uniform)) for row in logits]
+    assert draw_tokens(logits, [(row, params, uniform) for row in range(3)]) == expected
+    assert [int(draw(row.double(), params, uniform)) for row in logits] == expected
 
 
 def _descending(weights: np.ndarray) -> tuple[list[int], list[int]]:
