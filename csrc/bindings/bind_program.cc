@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -107,6 +108,7 @@ std::pair<double, double> Program::run(const StepInputs& inputs, size_t begin, s
   for (const Experts& one : experts_)
     clients.push_back(one.box == nullptr ? nullptr : one.box->get());
   Status status = ok();
+  std::optional<size_t> failed;
   std::pair<double, double> seconds;
   {
     py::gil_scoped_release unlocked;
@@ -115,12 +117,13 @@ std::pair<double, double> Program::run(const StepInputs& inputs, size_t begin, s
       run.see_signals();
       status = calls_[place](run);
       if (status.ok()) continue;
-      failed_ = place;
+      failed = place;
       break;
     }
     seconds = {1e-9 * static_cast<double>(run.awaited_ns()),
                1e-9 * static_cast<double>(run.remote_ns())};
   }
+  failed_ = failed;
   unwrap(std::move(status));
   return seconds;
 }
