@@ -72,7 +72,8 @@ def eager(opened):
         return model(input_ids=torch.tensor([prompt()])).logits[0].double()
 
 
-# What attention is told of its form: the last arguments of `_core.paged_attention`, behind so many.
+# What attention is told of its form: the last arguments of `paged_attention`, of the core and of
+# its programs, behind so many.
 ATTENTION_FORM = ("scale", "window", "softcap", "sinks_address")
 BEFORE_FORM = 10
 
@@ -82,16 +83,21 @@ Patch = Callable[[Opened, pytest.MonkeyPatch], None]
 def attention(**changes: Any) -> Patch:
     """Attention is told other things than the model says; a function changes what it was told."""
 
-    def apply(_opened: Opened, patch: pytest.MonkeyPatch) -> None:
-        right = _core.paged_attention
-
+    def told_wrong(right: Callable[..., None]) -> Callable[..., None]:
         def wrong(*arguments: Any, **named: Any) -> None:
             named |= dict(zip(ATTENTION_FORM, arguments[-len(ATTENTION_FORM) :], strict=True)) if not named else {}
             for name, change in changes.items():
                 named[name] = change(named[name])
             right(*arguments[:BEFORE_FORM], **named)
 
-        patch.setattr(_core, "paged_attention", wrong)
+        return wrong
+
+    def apply(opened: Opened, patch: pytest.MonkeyPatch) -> None:
+        for owner in (_core, _core.Program):
+            patch.setattr(owner, "paged_attention", told_wrong(owner.paged_attention))
+        if opened.packed.buffers is not None:
+            # Programs are bound anew to buffers that are made anew.
+            patch.setattr(opened.packed.buffers, "_kept", ({}, {}))
 
     return apply
 
@@ -145,6 +151,8 @@ def tables(change: Callable[[Any], Any]) -> Patch:
             return right(self, replace(step, lengths=lengths, positions=positions), *others, **named)
 
         patch.setattr(RotaryTables, "of", of)
+        # A loop's program would copy the rows of the right positions by itself.
+        patch.setattr(RotaryTables, "shared", lambda _tables, _step: None)
 
     return apply
 
