@@ -1,6 +1,8 @@
+// Keeps a thread's clock and the names of operators, see operator_clock.h.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/operator_clock.h"
 
+#include <iterator>
 #include <memory>
 
 #include "base/clock.h"
@@ -13,6 +15,7 @@ constexpr const char* kNames[] = {
     "append",        "attention",   "route",         "activation",  "add",
     "argmax",        "expert call", "expert groups", "expert rows", "expert gate, up",
     "expert encode", "expert down"};
+static_assert(std::size(kNames) == static_cast<size_t>(Operator::kExpertDown) + 1);
 
 // Owns what `running_` names, which is apart because operators read it without a guard.
 thread_local std::unique_ptr<OperatorClock> owned;

@@ -30,7 +30,7 @@ enum class Operator : uint8_t {
   kExpertRows,    // rows widened and encoded
   kExpertGateUp,  // products with gate and up, and the activation
   kExpertEncode,  // intermediate values encoded
-  kExpertDown,    // products with down, the routed sum and the reply
+  kExpertDown,    // products with down, the routed sum and the reply; the last one
 };
 
 const char* operator_name(Operator which);
@@ -40,8 +40,8 @@ struct OperatorTimes {
   const void* subject = nullptr;  // where there are several of an operator: a packed matrix
   uint64_t num_calls = 0;
   int64_t own_ns = 0;  // inside it, without the operators that it calls
-  int64_t lost_ns =
-      0;  // of these, what its jobs took beyond their tasks evenly shared by all threads
+  // Of these, what its jobs took beyond their tasks evenly shared by all threads.
+  int64_t lost_ns = 0;
   uint64_t num_bytes = 0;  // of weights, keys and values that are read
   uint64_t num_multiply_adds = 0;
   const char* numerics = "";  // the class of these; empty where there are none

@@ -214,7 +214,8 @@ def _measure_call(transport: str, pinned: tuple[int, int]) -> dict[str, Any]:
     The layer is tiny, so that computation is short; its hidden size gives a row its usual size.
     """
     address = "" if transport == "shared" else f", address: {transport}"
-    topology = Topology.parse(f"version: 1\nhost: {{threads: 1}}\nworkers: [{{name: w0, backend: cpu, threads: 1{address}}}]\n")
+    worker = f"{{name: w0, backend: cpu, threads: 1{address}}}"
+    topology = Topology.parse(f"version: 1\nhost: {{threads: 1}}\nworkers: [{worker}]\n")
     tensors = _batch()
     with (
         _tiny_layer() as spec,
@@ -252,7 +253,12 @@ def _measure_call(transport: str, pinned: tuple[int, int]) -> dict[str, Any]:
 def _tiny_layer() -> Iterator[ModelSpec]:
     with tempfile.TemporaryDirectory(prefix="dflash-bench-") as folder:
         yield tiny_checkpoint(
-            Path(folder), hidden_size=HIDDEN_SIZE, moe_intermediate_size=16, num_experts=NUM_EXPERTS, top_k=TOP_K, num_layers=1
+            Path(folder),
+            hidden_size=HIDDEN_SIZE,
+            moe_intermediate_size=16,
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            num_layers=1,
         )
 
 

@@ -131,7 +131,12 @@ def parts_of(times: Iterable[Any], names: Mapping[int, str], threads: int | None
 
 
 def worker_part(
-    traces: Sequence[Mapping[str, int]], sides_of_workers: Sequence[str], work: ExpertWork, sides: Sides, host: str, steps: int
+    traces: Sequence[Mapping[str, int]],
+    sides_of_workers: Sequence[str],
+    work: ExpertWork,
+    sides: Sides,
+    host: str,
+    steps: int,
 ) -> Part | None:
     """Returns the experts at workers as a part of one of `steps` steps, None without any. The time
     of a call is that of the worker that computed longest, from the traces of slices;

@@ -11,6 +11,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -81,7 +82,8 @@ class Workload:
             tokens = [list(token_ids[at : at + self.rows]) for at in range(self.sequences)]
             if self.prompt_tokens:
                 prompts = [token_ids[at : at + self.prompt_tokens] for at in range(self.sequences)]
-                tokens = [_step(forward, [StepRows(one, prompt)])[0] for one, prompt in zip(sequences, prompts, strict=True)]
+                begun = zip(sequences, prompts, strict=True)
+                tokens = [_step(forward, [StepRows(*one)])[0] for one in begun]
             with watch.steps(self.steps):
                 for _ in range(self.steps):
                     tokens = _step(forward, [StepRows(*one) for one in zip(sequences, tokens, strict=True)])
@@ -189,7 +191,13 @@ class LimitsCase:
         }
 
 
-def run_limits(params: LimitsParams, topology: Topology, *, recorder: Recorder, overrides: Mapping[str, Any]) -> BenchResult:
+def run_limits(
+    params: LimitsParams,
+    topology: Topology,
+    *,
+    recorder: Recorder,
+    overrides: Mapping[str, Any],
+) -> BenchResult:
     """Measures all experts local, and then over the workers where the topology has some beside the
     host. Errors are those of `ExpertRuntime.start`, of `first_layers` and of the calls; where the
     memory is missing, ConfigError names --layers.
@@ -268,13 +276,17 @@ def _fits(load: Workload, forward: Forward, where: str, recorder: Recorder) -> b
     return True
 
 
-def _classes(host: MeasuredHost, side: str, forward: Forward, names: Mapping[int, str], token_ids: Sequence[int]) -> set[str]:
+def _classes(
+    host: MeasuredHost,
+    side: str,
+    forward: Forward,
+    names: Mapping[int, str],
+    token_ids: Sequence[int],
+) -> set[str]:
     """Returns the numerics classes of a side's products."""
     if side != HOST:
-        of_holder = host.sides.of_holder
-        return {
-            shard.numerics for shards in host.runtime.placement.layers for shard in shards if of_holder[shard.holder] == side
-        }
+        shards = itertools.chain(*host.runtime.placement.layers)
+        return {one.numerics for one in shards if host.sides.of_holder[one.holder] == side}
     watch = Watch(host, names, ExpertWork(host.runtime, host.sides))
     Workload("probe", 1, _PROBE_ROWS, 1, 0).run(forward, token_ids, watch)
     return {numerics for part in watch.parts for work in part.works for numerics in work.multiply_adds}

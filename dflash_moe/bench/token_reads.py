@@ -95,7 +95,8 @@ class ExpertWork:
         for shard in placement.layers[place]:
             is_packed = placement.layout_of(shard.holder) == "packed"
             size = spec.resident_bytes(shard.weights) * self._padded[shard.holder] if is_packed else spec.expert_bytes
-            side, rows = self._sides.of_holder[shard.holder], [chosen[expert] for expert in shard.experts if expert in chosen]
+            side = self._sides.of_holder[shard.holder]
+            rows = [chosen[expert] for expert in shard.experts if expert in chosen]
             self.num_bytes[side] += round(size * len(rows))
             self.multiply_adds[side, shard.numerics] += sum(rows) * weights
 

@@ -101,7 +101,8 @@ def print_places(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     )
     for place, of_place in rows.items():
         typer.echo(place)
-        table = options.Table("mode", "dtype", "prefill s", "tokens/s", "calls", "MiB out", "MiB back", "against stream f32")
+        heads = ("prefill s", "tokens/s", "calls", "MiB out", "MiB back", "against stream f32")
+        table = options.Table("mode", "dtype", *heads)
         slowest = next(row["samples_s"] for row in of_place if (row["mode"], row["dtype"]) == ("stream", "f32"))
         for row in of_place:
             sizes = (f"{row[key] / MIB:.2f}" for key in ("request_bytes", "reply_bytes"))

@@ -45,8 +45,8 @@ def find_assets() -> Path:
         return Path(str(resources.files(ASSETS)))
     except ModuleNotFoundError:
         raise ConfigError(
-            "the demo's model is not installed: it is a package of its own, dflash-moe-demo; in the source tree run `make`, or "
-            "`pip install ./bench/demo_model`"
+            "the demo's model is not installed: it is a package of its own, dflash-moe-demo; in the "
+            "source tree run `make`, or `pip install ./bench/demo_model`"
         ) from None
 
 

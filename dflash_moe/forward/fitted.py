@@ -172,7 +172,11 @@ def _layer_bytes(opened: _core.BackendDevice, layer: LayerSpec) -> int | None:
     if not_on_cards(layer.weight_dtype):
         return None
     try:
-        return opened.layer_bytes(spec=layer.ffn.kernel_spec(), num_experts=layer.num_experts, weight_dtype=layer.weight_dtype)
+        return opened.layer_bytes(
+            spec=layer.ffn.kernel_spec(),
+            num_experts=layer.num_experts,
+            weight_dtype=layer.weight_dtype,
+        )
     except UnsupportedError as error:
         log.info("%s: layer %d is not for it: %s", opened.label, layer.index, error)
         return None

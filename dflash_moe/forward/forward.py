@@ -178,8 +178,8 @@ class PackedForward:
         self.blocks = blocks
         # The dtype of hidden states.
         self.dtype = dtype
-        # As `Forward.vocab_size`. A configuration is not asked in every step, because that costs 25
-        # us.
+        # As `Forward.vocab_size`. It is kept, because asking a configuration in every step takes
+        # longer than most operators of a small model.
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         modules = find_rotary_modules(model).values()
         self.rotary = [RotaryTables(module) for module in modules]

@@ -124,12 +124,16 @@ def _bind_embedding(calls: StepProgram, embedding: nn.Module, out: torch.Tensor)
 
 
 def _inputs(
-    step: StepContext, token_ids: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None, logits: torch.Tensor | None
+    step: StepContext,
+    token_ids: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor] | None,
+    logits: torch.Tensor | None,
 ) -> _core.StepInputs:
     """Returns what the core reads of the step. The tensors are the caller's for as long."""
     positions = torch.from_numpy(step.positions)
     cos, sin = (positions.new_empty(0),) * 2 if tables is None else tables
     return _core.StepInputs(
-        step.plan, step.slots.data_ptr(), positions.data_ptr(), token_ids.data_ptr(), cos.data_ptr(), sin.data_ptr(), len(cos),
-        cos.shape[-1], 0 if logits is None else logits.data_ptr(),
+        step.plan, step.slots.data_ptr(), positions.data_ptr(), token_ids.data_ptr(),
+        cos.data_ptr(), sin.data_ptr(), len(cos), cos.shape[-1],
+        0 if logits is None else logits.data_ptr(),
     )  # fmt: skip

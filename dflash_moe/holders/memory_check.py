@@ -79,7 +79,7 @@ def _shortfall_text(who: str, needed: int, available: int, num_experts: int) -> 
     gib = 1 << 30
     fitting = available * num_experts // needed
     return (
-        f"{SHORTFALL}{who} need {needed / gib:.2f} GiB for the placed experts, {available / gib:.2f} GiB are available: "
-        f"{(needed - available) / gib:.2f} GiB short, {fitting} of the {num_experts} experts fit; place fewer experts there, "
-        "add workers, or use a smaller dtype"
+        f"{SHORTFALL}{who} need {needed / gib:.2f} GiB for the placed experts, {available / gib:.2f} GiB are "
+        f"available: {(needed - available) / gib:.2f} GiB short, {fitting} of the {num_experts} experts fit; place "
+        "fewer experts there, add workers, or use a smaller dtype"
     )

@@ -33,7 +33,8 @@ def first_layers(path: Path, num_layers: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="dflash_layers_") as folder:
         made = Path(folder) / checkpoint.path.stem
         made.mkdir()
-        yield _cut_gguf(checkpoint, num_layers, made) if checkpoint.metadata is not None else _cut(checkpoint, num_layers, made)
+        cut = _cut if checkpoint.metadata is None else _cut_gguf
+        yield cut(checkpoint, num_layers, made)
 
 
 def _cut(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Path:
@@ -60,10 +61,10 @@ def _is_of_layers(value: Any, total: int) -> bool:
 
 def _cut_gguf(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Path:
     """Writes a first part that has the metadata alone, and has the file be the second one."""
-    if len(checkpoint.files) > 1:
-        raise ConfigError(
-            f"--layers: {checkpoint.path} is one of {len(checkpoint.files)} parts; join them by `llama-gguf-split --merge`"
-        )
+    num_parts = len(checkpoint.files)
+    if num_parts > 1:
+        remedy = "join them by `llama-gguf-split --merge`"
+        raise ConfigError(f"--layers: {checkpoint.path} is one of {num_parts} parts; {remedy}")
     name = str(checkpoint.config()["general.architecture"])
     file = GgufFile(checkpoint, name)
     _check(checkpoint, num_layers, file.num_layers())

@@ -136,10 +136,10 @@ def _attend(
         return found.transpose(1, 2)
     heads = num_heads if not _is_plain(terms) else num_heads // keys.shape[1]
     most = max(1, _MAX_SCORES // (num_sequences * heads * group.num_keys))
-    parts = [
-        _attend_piece(rows[:, begin : begin + most], keys, values, group.mask(begin, min(begin + most, num_rows)), terms)
-        for begin in range(0, num_rows, most)
-    ]
+    parts = []
+    for begin in range(0, num_rows, most):
+        mask = group.mask(begin, min(begin + most, num_rows))
+        parts.append(_attend_piece(rows[:, begin : begin + most], keys, values, mask, terms))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

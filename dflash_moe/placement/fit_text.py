@@ -60,7 +60,8 @@ def _advice(model: FitModel, machine: Machine, found: Fit) -> str:
     parts = []
     if machine.cards:
         parts.append(f"--experts-on-card (now {found.layers_on_cards} of {len(model.layers)} layers)")
-    parts.append(f"--max-context (now {found.context:,} tokens, {format_bytes(model.needs(found.host).kv_token_bytes)} each)")
+    token_bytes = format_bytes(model.needs(found.host).kv_token_bytes)
+    parts.append(f"--max-context (now {found.context:,} tokens, {token_bytes} each)")
     mapped = _place(found, "mapped")
     short = 0 if mapped is None else sum(model.layers[at].memory_bytes for at in mapped.layers if model.layers[at].can_pack)
     if short:

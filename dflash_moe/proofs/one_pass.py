@@ -41,9 +41,14 @@ class OpenedPass:
 
 @contextmanager
 def opened_pass(
-    path: str | Path, spec: ModelSpec, topology: Topology, overrides: Mapping[str, Any], *, on_loading: LoadingReport | None,
+    path: str | Path,
+    spec: ModelSpec,
+    topology: Topology,
+    overrides: Mapping[str, Any],
+    *,
+    on_loading: LoadingReport | None,
     micro_batches: str | None = None,
-) -> Iterator[OpenedPass]:  # fmt: skip
+) -> Iterator[OpenedPass]:
     """Opens a model for the block. `overrides` are settings. Errors are those of
     `ExpertRuntime.start` and `open_host`.
     """

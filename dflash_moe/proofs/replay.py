@@ -230,15 +230,20 @@ def _differing_contents(receipt: Receipt, contents: Contents) -> list[str]:
 
 
 def _replay_close(
-    receipt: Receipt, spec: ModelSpec, topology: Topology, on_loading: LoadingReport | None, overrides: Mapping[str, Any]
+    receipt: Receipt,
+    spec: ModelSpec,
+    topology: Topology,
+    on_loading: LoadingReport | None,
+    overrides: Mapping[str, Any],
 ) -> Replay:
     """Computes what a receipt says on the holders of `topology`, in their own classes."""
     own = tuple(tuple(replace(terms, numerics="", architecture="") for terms in layer) for layer in receipt.shard_map)
     digests = ResidualDigests(0, receipt.residuals.positions)
     with opened_pass(spec.path, spec, impose(topology, own), overrides, on_loading=on_loading) as opened:
         forward = opened.forward
-        if max(receipt.tokens) >= forward.vocab_size:
-            raise ConfigError(f"replay: token {max(receipt.tokens)} of the receipt is beyond the model's {forward.vocab_size}")
+        highest = max(receipt.tokens)
+        if highest >= forward.vocab_size:
+            raise ConfigError(f"replay: token {highest} of the receipt is beyond the model's {forward.vocab_size}")
         with residuals_shown(forward, digests):
             # Those from which the receipt's tokens were chosen.
             logits = sequence_logits(
@@ -291,7 +296,8 @@ def _judge_tokens(receipt: Receipt, logits: torch.Tensor, tie: float) -> tuple[i
     if is_greedy and not float(gaps.max()) <= tie:
         place = int(torch.nonzero(~(gaps <= tie))[0, 0])
         flipped.append(
-            f"token {place} at position {len(receipt.prompt_ids) + place} is {receipt.tokens[place]} in the receipt; the best "
-            f"here is {int(logits[place].argmax())}, by {float(gaps[place]):.3g} of the logits' deviation, allowed {tie:.3g}"
+            f"token {place} at position {len(receipt.prompt_ids) + place} is {receipt.tokens[place]} in the "
+            f"receipt; the best here is {int(logits[place].argmax())}, by {float(gaps[place]):.3g} of the "
+            f"logits' deviation, allowed {tie:.3g}"
         )
     return num_equal, is_greedy, flipped

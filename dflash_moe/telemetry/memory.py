@@ -27,7 +27,7 @@ def process_memory(pid: int | None = None) -> ProcessMemory:
     gone.
     """
     try:
-        text = Path("/proc", "self" if pid is None else str(pid), "status").read_text(encoding="ascii", errors="replace")
+        text = _read(pid, "status")
     except OSError:
         return ProcessMemory(0, 0, 0)
     found = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0}
@@ -38,12 +38,18 @@ def process_memory(pid: int | None = None) -> ProcessMemory:
     return ProcessMemory(found["RssAnon"], found["RssFile"], found["RssShmem"])
 
 
+def _read(pid: int | None, name: str) -> str:
+    """Returns a file of /proc/PID. Raises OSError where there is none."""
+    path = Path("/proc", "self" if pid is None else str(pid), name)
+    return path.read_text(encoding="ascii", errors="replace")
+
+
 def huge_page_bytes(pid: int | None = None) -> int | None:
     """Returns how many anonymous bytes of a process lie on huge pages (/proc/PID/smaps_rollup), of
     this process where `pid` is None; None where the system does not say.
     """
     try:
-        text = Path("/proc", "self" if pid is None else str(pid), "smaps_rollup").read_text(encoding="ascii", errors="replace")
+        text = _read(pid, "smaps_rollup")
     except OSError:
         return None
     found = [line.split()[1] for line in text.splitlines() if line.startswith("AnonHugePages:")]

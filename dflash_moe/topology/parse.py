@@ -100,7 +100,8 @@ def load_topology(path: Path) -> TopologyParts:
     try:
         content = read_named(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise TopologyError(f"{path}:1: the topology file cannot be read: {error.strerror}; name a file of YAML") from None
+        reason = f"cannot be read: {error.strerror}"
+        raise TopologyError(f"{path}:1: the topology file {reason}; name a file of YAML") from None
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -52,7 +52,13 @@ def packed(request: pytest.FixtureRequest) -> Iterator[PackedForward]:
         host.packed.close()
 
 
-def logits(packed: PackedForward, counts: Sequence[int], stored: Sequence[int], *, num_logits: int = 10**6) -> torch.Tensor:
+def logits(
+    packed: PackedForward,
+    counts: Sequence[int],
+    stored: Sequence[int],
+    *,
+    num_logits: int = 10**6,
+) -> torch.Tensor:
     """The logits of the last tokens of each sequence of a step."""
     sequences = [packed.admit(before + count) for before, count in zip(stored, counts, strict=True)]
     try:
@@ -101,7 +107,11 @@ class Reader:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_one_program_has_the_bits_of_every_other_way(packed: PackedForward, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_has_the_bits_of_every_other_way(
+    packed: PackedForward,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loop, batches = packed.loop, packed.micro_batches
     assert loop is not None
     assert batches is not None

@@ -154,4 +154,5 @@ def test_a_message_whose_descriptors_could_not_be_taken_leaves_the_next_one_read
 
 def test_descriptors_that_could_not_be_taken_blame_the_limit_and_not_the_peer() -> None:
     outcome = receive_two(lambda connection: connection.take_descriptors(4))
-    assert outcome.startswith("DflashError: descriptors that came with a control message could not be taken: this process")
+    said = "DflashError: descriptors that came with a control message could not be taken: this process"
+    assert outcome.startswith(said)

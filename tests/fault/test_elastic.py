@@ -44,7 +44,14 @@ ADDRESSES = [None, "unix", "tcp"]
 SIZES = (1, 7, 200)
 
 
-def start(spec: ModelSpec, *, replicas: int = 1, workers: int = 2, address: str | None = None, **how: Any) -> ExpertRuntime:
+def start(
+    spec: ModelSpec,
+    *,
+    replicas: int = 1,
+    workers: int = 2,
+    address: str | None = None,
+    **how: Any,
+) -> ExpertRuntime:
     topology = local_topology(workers, replicas=replicas, address=address)
     return ExpertRuntime.start(topology, model=spec, **{**FAR, "restart_backoff_ms": (10.0, 100.0), **how})
 

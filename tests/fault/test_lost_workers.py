@@ -30,7 +30,8 @@ SLOW = Emulate(slowdown=3000.0)  # a call takes a second at least; no test waits
 
 def start(spec: ModelSpec, *, address: str | None = None, emulate: Emulate | None = None, **overrides: Any) -> ExpertRuntime:
     # Calls do not wait for a worker to come back: this is about how they end.
-    return ExpertRuntime.start(local_topology(address=address, emulate=emulate), model=spec, **{"park_s": 0, **overrides})
+    topology = local_topology(address=address, emulate=emulate)
+    return ExpertRuntime.start(topology, model=spec, **{"park_s": 0, **overrides})
 
 
 def call_until_lost(runtime: ExpertRuntime) -> None:

@@ -183,7 +183,12 @@ def test_what_this_host_lacks_leaves_the_former_settings_and_blames_nobody(
         assert runtime.stats()["mode"] == "stream"
 
 
-def change_meanwhile(runtime: ExpertRuntime, monkeypatch: pytest.MonkeyPatch, worker: str, begin: Callable[[], None]) -> None:
+def change_meanwhile(
+    runtime: ExpertRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+    worker: str,
+    begin: Callable[[], None],
+) -> None:
     """Changes the mode while a worker is asked for a path, which `begin` leads to, and does not
     answer before the end.
     """

@@ -55,7 +55,8 @@ def _show(result: BenchResult) -> None:
 
 def print_attention(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints every row of the operator with its shares of both peaks."""
-    table = options.Table("case", "kv dtype", "rows", "context", "threads", "us", "GB/s", "of read", "GFLOP/s", "of peak")
+    heads = ("rows", "context", "threads", "us", "GB/s", "of read", "GFLOP/s", "of peak")
+    table = options.Table("case", "kv dtype", *heads)
     for row in rows:
         if "context" in row:
             table.add_row(

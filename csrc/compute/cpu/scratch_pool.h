@@ -106,13 +106,14 @@ class ScratchPool {
  private:
   struct Idle {
     std::unique_ptr<Scratch> scratch;
-    int64_t since_ns;
+    int64_t since_ns;  // 0 for what is too small to be given back
   };
 
   void take_back(std::unique_ptr<Scratch> scratch) {
     const std::lock_guard lock(mutex_);
+    // A decode step lends small blocks hundreds of times, which read no clock.
     const bool is_large = scratch->num_bytes() > kKeptBytes;
-    idle_.push_back({std::move(scratch), now_ns()});
+    idle_.push_back({std::move(scratch), is_large ? now_ns() : 0});
     if (!is_large || releaser_.joinable()) return;
     try {
       releaser_ = std::thread([this] { release_idle(); });
@@ -129,7 +130,7 @@ class ScratchPool {
       int64_t next_ns = now + idle_ns_;
       std::vector<Idle> due;
       for (size_t i = 0; i < idle_.size();) {
-        if (idle_[i].scratch->num_bytes() <= kKeptBytes) {
+        if (idle_[i].since_ns == 0) {
           ++i;
         } else if (idle_[i].since_ns + idle_ns_ > now) {
           next_ns = std::min(next_ns, idle_[i++].since_ns + idle_ns_);

@@ -144,12 +144,15 @@ void ThreadPool::run_job(uint64_t num_tasks, TaskFunction function, void* contex
   context_ = context;
   OperatorClock* const clock = OperatorClock::running();
   is_timed_ = clock != nullptr;
-  busy_ns_.store(0, std::memory_order_relaxed);
-  const int64_t begun_ns = clock == nullptr ? 0 : now_ns();
+  int64_t begun_ns = 0;
+  if (is_timed_) {
+    busy_ns_.store(0, std::memory_order_relaxed);
+    begun_ns = now_ns();
+  }
   for (first_task_ = 0; first_task_ < num_tasks; first_task_ += kTaskMask) {
     run_piece(num_tasks - first_task_ < kTaskMask ? num_tasks - first_task_ : kTaskMask);
   }
-  if (clock == nullptr) return;
+  if (!is_timed_) return;
   const int64_t shared_ns = busy_ns_.load(std::memory_order_relaxed) / num_threads_;
   clock->current().lost_ns += now_ns() - begun_ns - shared_ns;
 }

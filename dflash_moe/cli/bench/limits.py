@@ -26,7 +26,8 @@ def limits(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Measure the model's first N layers alone [default: all].", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Measure the model's first N layers alone [default: all].", show_default=False),
     ] = None,
     sequences: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Comma-separated numbers of sequences that decode together.")
@@ -41,7 +42,10 @@ def limits(
             metavar="N[,N...]", help="Comma-separated lengths of a chunk, in tokens; an empty list leaves prefill out."
         ),
     ] = "128,512,2048,8192",
-    repeat: Annotated[int, typer.Option(min=1, help="Measured rounds; all cases of a host are interleaved in each.")] = 5,
+    repeat: Annotated[
+        int,
+        typer.Option(min=1, help="Measured rounds; all cases of a host are interleaved in each."),
+    ] = 5,
     with_local: Annotated[
         bool, typer.Option("--local/--no-local", help="Also measure all experts in the host process.")
     ] = True,
@@ -119,4 +123,6 @@ def _huge(found: Mapping[str, int | None]) -> str:
     anonymous, huge = found["anonymous_bytes"] or 0, found["huge_bytes"]
     if huge is None:
         return "this system does not say what lies on huge pages"
-    return f"{huge / MIB:,.0f} of {anonymous / MIB:,.0f} MiB lie on huge pages" if huge else "nothing lies on huge pages"
+    if not huge:
+        return "nothing lies on huge pages"
+    return f"{huge / MIB:,.0f} of {anonymous / MIB:,.0f} MiB lie on huge pages"

@@ -30,7 +30,11 @@ PlotOption = Annotated[
 
 
 @contextmanager
-def measuring(json_out: Path | None, show: Callable[[BenchResult], None], plot: Path | None = None) -> Iterator[Recorder]:
+def measuring(
+    json_out: Path | None,
+    show: Callable[[BenchResult], None],
+    plot: Path | None = None,
+) -> Iterator[Recorder]:
     """Gives the block the recorder of one bench. `show` prints the tables, also those of what an
     interrupted run has; a finished one is drawn into `plot`. A picture that cannot be drawn is
     refused before the work is done.

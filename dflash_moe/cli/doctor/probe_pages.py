@@ -12,10 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.telemetry.machine import memory_available
+
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Far beyond the caches of a core, and read in some milliseconds.
 READ_BYTES = 128 << 20
+# Two such blocks are taken only where that leaves others most of the memory.
+LEAST_FREE_BYTES = 8 * READ_BYTES
 ROUNDS = 5
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def probe_pages(switch: Path = SWITCH) -> dict[str, Any]:
@@ -39,17 +44,21 @@ def pages_line(found: dict[str, Any]) -> str:
         return "pages      this system has no switch for huge pages; weights lie on what it gives"
     if switch == "never":
         return (
-            "pages      huge ones are switched off: weights lie on small pages, and reading them takes longer; as root, "
-            f"`echo madvise > {SWITCH}` allows them"
+            "pages      huge ones are switched off: weights lie on small pages, and reading them takes "
+            f"longer; as root, `echo madvise > {SWITCH}` allows them"
         )
-    cost = "" if ratio is None else f"; on small ones the same bytes take {ratio:.2f} times as long to read (one thread, now)"
-    return f"pages      weights lie on huge pages ({switch}){cost}"
+    line = f"pages      weights lie on huge pages ({switch})"
+    if ratio is None:
+        return line
+    return f"{line}; on small ones the same bytes take {ratio:.2f} times as long to read (one thread, now)"
 
 
 def _small_over_huge() -> float | None:
     """Reads two blocks in turns, and returns the median ratio of a turn. None where there is no
     memory for them.
     """
+    if memory_available() < LEAST_FREE_BYTES:
+        return None
     import numpy as np
 
     try:
@@ -65,9 +74,6 @@ def _small_over_huge() -> float | None:
                 del block, blocks  # a mapping with a view cannot be closed
     except (OSError, MemoryError):
         return None
-
-
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def _ratio(small: Any, huge: Any) -> float:

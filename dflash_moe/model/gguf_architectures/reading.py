@@ -95,8 +95,8 @@ def refuse_scaled_nvfp4(checkpoint: Checkpoint) -> None:
         scale = f"{name.removesuffix('.weight')}.scale"
         if info.dtype == "NVFP4" and scale in checkpoint.stored:
             raise UnsupportedError(
-                f"{checkpoint.files[info.file]}: tensor {name!r} has format NVFP4 with a further scale in {scale!r}, which is "
-                "not applied here; use a file in another format"
+                f"{checkpoint.files[info.file]}: tensor {name!r} has format NVFP4 with a further scale in "
+                f"{scale!r}, which is not applied here; use a file in another format"
             )
 
 

@@ -61,9 +61,14 @@ def normalise(program: StepProgram, norm: HostNorm, rows: torch.Tensor, out: tor
 
 
 def rotate(
-    program: StepProgram, pool: _core.HostPool, rotary: Rotary, buffers: LayerBuffers, rows: torch.Tensor, num_heads: int,
+    program: StepProgram,
+    pool: _core.HostPool,
+    rotary: Rotary,
+    buffers: LayerBuffers,
+    rows: torch.Tensor,
+    num_heads: int,
     offset: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Turns the heads of each row in place, of every head the values from `offset` on, by the
     cosines and sines in the buffers.
     """
@@ -97,7 +102,13 @@ def append(program: StepProgram, found: LayerPages, key: torch.Tensor, value: to
     program.tell(lambda step: step.keys_stored(index))
 
 
-def attend(program: StepProgram, found: LayerPages, call: AttentionCall, query: torch.Tensor, out: torch.Tensor) -> None:
+def attend(
+    program: StepProgram,
+    found: LayerPages,
+    call: AttentionCall,
+    query: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
     """Computes the attention of the step's rows over the pages."""
     index = found.index
     program.tell(lambda step: step.await_keys(index))

@@ -116,7 +116,13 @@ class StepProgram:
         return wait
 
     # -- running ---------------------------------------------------------------------------------
-    def run(self, step: StepContext, begin: int = 0, end: int | None = None, inputs: _core.StepInputs | None = None) -> None:
+    def run(
+        self,
+        step: StepContext,
+        begin: int = 0,
+        end: int | None = None,
+        inputs: _core.StepInputs | None = None,
+    ) -> None:
         """Makes the calls begin..end - 1, by default all, for the rows of a step. `inputs` are what
         the core reads of it, by default what layers read.
         """

@@ -150,7 +150,8 @@ def test_a_part_has_the_larger_of_its_bounds_and_a_step_their_sum():
     ]
     found = step_fields(parts, 9.0, limits_of(100.0, 30.0))
     assert [row["part"] for row in found["parts"]] == ["linear", "lm_head", "Python and torch"]
-    assert [(row["bound_s"], row["bound_by"]) for row in found["parts"]] == [(2.0, "bytes"), (2.0, "instructions"), (0.0, None)]
+    bounds = [(row["bound_s"], row["bound_by"]) for row in found["parts"]]
+    assert bounds == [(2.0, "bytes"), (2.0, "instructions"), (0.0, None)]
     assert [row["share"] for row in found["parts"]] == [0.5, pytest.approx(2 / 3), None]
     assert (found["fork_wait_s"], found["python_s"], found["rest_s"]) == (0.75, 1.0, 1.0)
     assert (found["bound_s"], found["share"]) == (4.0, pytest.approx(4 / 9))
@@ -161,7 +162,8 @@ def test_a_part_has_the_larger_of_its_bounds_and_a_step_their_sum():
 
 def test_workers_compute_side_by_side_and_the_rest_of_the_call_is_its_way():
     def slices(call, worker, begin, end):
-        return {"call_id": call, "worker": worker, "worker_started_ns": begin * 10**9, "worker_finished_ns": end * 10**9}
+        times = {"worker_started_ns": begin * 10**9, "worker_finished_ns": end * 10**9}
+        return {"call_id": call, "worker": worker, **times}
 
     traces = [slices(1, 0, 0, 2), slices(1, 1, 0, 3), slices(2, 0, 5, 9), slices(2, 2, 5, 30)]
     work = types.SimpleNamespace(num_bytes={"w0": 400, "w1": 40}, multiply_adds={("w0", "f32-canonical"): 8})
@@ -181,9 +183,9 @@ def test_a_run_has_local_rows_and_those_of_workers_and_prints_them(tmp_path, cap
     placed = tmp_path / "t.yaml"
     placed.write_text("version: 1\nhost: {threads: 1}\nworkers: [{name: w0, threads: 1}]\n")
     code = run(
-        ["bench", "limits", "--model", str(checkpoint("qwen3_moe", "bf16")), "--topology", str(placed), "--sequences", "1,3",
-         "--prefill", "24,60000", "--prompt-tokens", "8", "--new-tokens", "2", "--repeat", "1", "--layers", "1",
-         "--json", str(out)],
+        ["bench", "limits", "--model", str(checkpoint("qwen3_moe", "bf16")), "--topology", str(placed),
+         "--sequences", "1,3", "--prefill", "24,60000", "--prompt-tokens", "8", "--new-tokens", "2",
+         "--repeat", "1", "--layers", "1", "--json", str(out)],
     )  # fmt: skip
     said = capsys.readouterr()
     assert code == 0, said.err
@@ -235,7 +237,10 @@ def test_the_first_layers_of_a_model_give_what_the_whole_has_there(tmp_path):
     seen: list[int] = []
     for path in (whole, file):
         full = model_spec(path)
-        with first_layers(path, 1) as cut, ExpertRuntime.start(topology("loopback"), model=cut, kv_memory="16MiB") as runtime:
+        with (
+            first_layers(path, 1) as cut,
+            ExpertRuntime.start(topology("loopback"), model=cut, kv_memory="16MiB") as runtime,
+        ):
             assert runtime.spec.layers == full.layers[:1]
             host = open_host(cut, runtime)
             assert host.model.config.num_hidden_layers == 1

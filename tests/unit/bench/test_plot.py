@@ -97,7 +97,10 @@ IPC.append({"name": "call_shared", "transport": "shared", "added_p50_us": 6.5, "
 LIMITS = [
     {
         "name": name, "step_s": 2e-3, "rest_s": 0.0, "share": 0.6,
-        "parts": [{"part": "lm_head", "seconds": 1.5e-3, "bound_s": 1.2e-3}, {"part": "norm", "seconds": 5e-4, "bound_s": 0.0}],
+        "parts": [
+            {"part": "lm_head", "seconds": 1.5e-3, "bound_s": 1.2e-3},
+            {"part": "norm", "seconds": 5e-4, "bound_s": 0.0},
+        ],
         **timing_fields([2e-3]),
     }
     for name in ("local, decode 1", "workers, prefill 128")
@@ -113,7 +116,10 @@ CASES = {
         envelope("experts", EXPERTS),
         ["peak 150 GFLOP/s", "read 12.0 GB/s", "bf16 torch loop", "f32 from cache", "share of the roof"],
     ),
-    "limits": (envelope("limits", LIMITS), ["Where a step goes", "lm_head", "2.0 ms", "bounds 60%", "workers", "prefill 128"]),
+    "limits": (
+        envelope("limits", LIMITS),
+        ["Where a step goes", "lm_head", "2.0 ms", "bounds 60%", "workers", "prefill 128"],
+    ),
     "attention": (envelope("attention", ATTENTION), ["bf16, 2 threads", "512 of 4,096 tokens", "61", "18", "81"]),
 }
 

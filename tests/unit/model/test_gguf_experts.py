@@ -60,7 +60,8 @@ def test_gpt_oss_has_its_constants_and_biases(tmp_path):
 @pytest.mark.parametrize("architecture", sorted(FORMULAS))
 def test_every_architecture_makes_a_formula_that_kernels_know(tmp_path, architecture):
     has_gate = FORMULAS[architecture].activation != "relu_squared"
-    ffn = gguf_experts(write_experts(tmp_path / "m.gguf", architecture, layers=(0,), has_gate=has_gate)).spec.layers[0].ffn
+    path = write_experts(tmp_path / "m.gguf", architecture, layers=(0,), has_gate=has_gate)
+    ffn = gguf_experts(path).spec.layers[0].ffn
     assert FfnSpec.from_wire(ffn.to_wire()) == ffn
     assert ffn.activation in ACTIVATIONS
 
