@@ -108,8 +108,11 @@ def test_every_moment_of_a_step_is_in_one_part(opened):
     found = step_fields(watch.parts, watch.whole_s, Limits())
     total = sum(part["seconds"] for part in found["parts"]) + found["rest_s"]
     assert total == pytest.approx(watch.whole_s)
-    # Only the two calls that start and stop the clock are in no part.
-    assert 0 <= found["rest_s"] < found["python_s"]
+    assert found["rest_s"] >= 0
+    # Only the two calls that start and stop the clock are in no part. Somebody else may have the
+    # processor between them, but not each time.
+    again = [watched(opened, Workload("decode", 1, 1, STEPS, PROMPT)) for _ in range(20)]
+    assert min(one.whole_s - sum(part.seconds for part in one.parts) for one in again) < found["python_s"]
     assert {part["part"] for part in found["parts"]} >= {"Python and torch", "expert call", "expert groups", "add"}
     assert all(0 <= part["fork_wait_s"] <= part["seconds"] for part in found["parts"])
     # Nothing was measured that bounds it.
