@@ -36,7 +36,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo parts test check asan tsan fuzz neon test-long verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check stubs gpu-check system-build system-test system-fuzz
+.PHONY: build demo parts test test-programs check asan tsan fuzz neon test-engine test-models test-server test-fault test-long test-all verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check stubs gpu-check system-build system-test system-fuzz
 
 build: parts ## everything, editable, in .venv: environment, C++ core, what measures and simulates, tools
 	@echo "ready: $(BIN)/dflash-moe"
@@ -71,7 +71,7 @@ build/core/build.ninja: setup.py | $(STAMPS)/tools
 # Packages are installed while the core compiles, which does not need them.
 $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml | build/core/build.ninja
 	@echo "==> compiling the C++ core, and installing Python packages meanwhile (logs: $(STAMPS)/*.log)"
-	@set -m; .ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host & installing=$$!; set +m; trap 'kill -- -$$installing 2>/dev/null || true' EXIT; \
+	@set -m; .ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host serve & installing=$$!; set +m; trap 'kill -- -$$installing 2>/dev/null || true' EXIT; \
 	 $(COMPILE) build/core $(JOBS) _core; wait $$installing
 	@.ci/install $(BIN)/python $(STAMPS)/install.log --no-build-isolation --no-deps -e . -e ./bench/demo_model
 	@touch $@
@@ -79,7 +79,7 @@ $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml | bu
 # What tests, checks and measures, beyond what runs.
 $(STAMPS)/development: $(STAMPS)/packages
 	@echo "==> installing what tests, checks and measures (log: $(STAMPS)/packages.log)"
-	@.ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host host-test bench dev
+	@.ci/packages $(BIN)/python $(STAMPS) "$(TORCH)" host serve host-test bench trace dev
 	@touch $@
 
 # What a model runs with. CMake's own incremental build: half a second when nothing changed.
@@ -110,24 +110,38 @@ gpu-check: ## build for the NVIDIA card at hand, test and measure on it: under 9
 
 # -- tests -----------------------------------------------------------------------------------------
 
-# $(1) build folder, $(2) arguments of ctest. C++ comes first: pytest's summary ends the output.
-define cpp_tests
-	@began=$$SECONDS; $(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null; \
-	$(COMPILE) build/tests $(JOBS); \
-	echo "==> C++ tests (built in $$((SECONDS - began)) s)"; \
-	$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
-endef
+# Five minutes of one core where no file of them was compiled before.
+test-programs: parts ggml-headers system-test ## compile the C++ tests, which `make test` runs
+	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
+	@$(COMPILE) build/tests $(JOBS)
 
-# From a built tree on two cores this takes about ten minutes, and test-long eight. Two tests run at
-# a time: no test may depend on an idle machine.
-test: parts ggml-headers system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
-	$(call cpp_tests)
-	@echo "==> Python tests"
-	@$(BIN)/python -m pytest tests -m "not long" -n 2
+# A suite is a folder of tests, and `long` marks the sweeps of all of them. Two tests run at a time:
+# no test may depend on an idle machine. Minutes are those of two cores and a built tree.
+# $(1) title, $(2) folders, $(3) the tests of them
+pytest_suite = @echo "==> $(1)"; $(BIN)/python -m pytest $(2) -m $(3) -n 2 --dist worksteal
 
-test-long: parts ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
-	@echo "==> exhaustive sweeps"
-	@$(BIN)/python -m pytest tests -m long -n 2 --dist worksteal
+# C++ comes first: pytest's summary ends the output.
+test: test-programs ## before a commit: C++ tests, tests/unit, and a model end to end; 6 minutes
+	@echo "==> C++ tests"
+	@$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
+	$(call pytest_suite,Python tests,tests/unit tests/e2e,"not long")
+
+test-engine: parts ## operators and engine, chat, device steps, benches: tests/engine; 4 minutes
+	$(call pytest_suite,operators and engine,tests/engine,"not long")
+
+test-models: parts ## families, formats, checkpoints, verify, diff, receipts: tests/models; 3 minutes
+	$(call pytest_suite,models,tests/models,"not long")
+
+test-server: parts ## the front with a scripted engine, and `serve` with a model: tests/server; 3 minutes
+	$(call pytest_suite,server,tests/server,"not long")
+
+test-fault: parts ## what dies, stalls, lies or is cut off: tests/fault; 5 minutes
+	$(call pytest_suite,faults,tests/fault,"not long")
+
+test-long: parts ## the sweeps of every suite: every family, every field of a configuration; 6 minutes
+	$(call pytest_suite,exhaustive sweeps,tests,long)
+
+test-all: test-engine test-models test-server test-fault test-long test ## these six, one after the other; 27 minutes
 
 pythons: core ## what needs neither torch nor core, on every named Python that PATH, pyenv or uv has: a minute
 	@$(BIN)/python -m tests.checks.interpreters
@@ -177,6 +191,10 @@ campaign: parts ## the long proofs: worker processes killed, all that can break,
 	@$(BIN)/dflash-moe simulate --hours 10 --json build/campaign/simulation.json
 	@echo "==> ten thousand requests through one engine"
 	@$(BIN)/python -m bench.campaigns.engine_requests --json build/campaign/engine_requests.json
+	@echo "==> a server: too many requests, callers that vanish or read nothing, fronts and workers killed"
+	@$(BIN)/python -m bench.campaigns.serving_faults --json build/campaign/serving_faults.json --events build/campaign/serving_faults.jsonl
+	@echo "==> twenty thousand odd bodies"
+	@NUM_BODIES=20000 $(BIN)/python -m pytest tests/server/test_body_fuzz.py --timeout 1800
 
 stubs: parts ## dflash_moe/*.pyi anew, from the built modules
 	@$(BIN)/python -m tests.checks.stubs
@@ -219,8 +237,8 @@ bench: parts ## one bench case (CASE=ipc), JSON under build/bench/
 	@mkdir -p build/bench
 	@$(BIN)/dflash-moe bench $(CASE) --json build/bench/$(CASE).json
 
-# Steps of one commit go on where they were: `make results ONLY=ipc,modes`, AGAIN=1 measures anew,
-# QUICK=1 tries all with tiny parameters.
+# What was measured of the same sources is not measured again: `make results ONLY=ipc,modes`.
+# AGAIN=1 measures anew, QUICK=1 tries all with tiny parameters.
 results: parts ## measure all recorded results again (4 hours on two cores), write plots and documents
 	@$(BIN)/python -m bench.record $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(QUICK),--quick)
 
@@ -245,4 +263,4 @@ distclean: clean ## remove .venv too
 	@rm -rf $(VENV)
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1223,6 +1223,16 @@ class FfnOracle:
         matrix may also be (format, bytes, outputs, inputs, scales or b"").
         """
 
+class CallCount:
+    """The number of calls of the routed experts of one layer. Any thread may count."""
+
+    def __init__(self) -> None: ...
+    def add(self) -> None:
+        """Counts a call."""
+
+    @property
+    def value(self) -> int: ...
+
 class Program:
     """Calls of operators over fixed memory, which `run` makes one after another without the GIL. A
     method that has the name of a function of this module takes the same arguments and appends its
@@ -1290,9 +1300,14 @@ class Program:
         equals.
         """
 
-    def bind_experts(self, place: int, client: Client, layer: int, batch: TokenBatch) -> None:
-        """Has the call at this place be `client.run(layer, batch)`. Errors of a run are those of
-        Client.run.
+    def bind_experts(self, place: int, client: Client, layer: int, batch: TokenBatch, count: CallCount | None = None) -> None:
+        """Has the call at this place be `client.run(layer, batch)`, counted in `count`. Errors of a
+        run are those of Client.run.
+        """
+
+    def choose(self, pool: HostPool, vocab_size: int) -> None:
+        """Chooses the token behind each row from its logits, as the step's draws say; nothing where
+        it has none.
         """
 
     def copy_rows(
@@ -1466,9 +1481,7 @@ class Program:
         num_rows: int,
         outs: Sequence[tuple[int, int, str]],
     ) -> None:
-        """Does what `run` of each layer does for the same rows, in one job of their one pool; an
-        output is (address, stride in bytes, dtype). ConfigError for layers of several pools.
-        """
+        """As run_together of this module."""
 
     def store_keys(
         self,
@@ -1676,6 +1689,29 @@ class StepInputs:
         logits_address: int = 0,
     ) -> None: ...
 
+class PackedInputs(StepInputs):
+    """The inputs of a whole step over pages of 16 tokens, of which tokens are chosen. Slots and
+    positions follow from the plan; cosines, sines and logits are as StepInputs has them. A draw for
+    each row is (temperature, top_k, top_p, min_p, uniform), see draw_tokens. ConfigError for a
+    token id outside the vocabulary, and for other numbers of ids and draws than rows.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        token_ids: Sequence[int],
+        vocab_size: int,
+        cos_address: int,
+        sin_address: int,
+        num_positions: int,
+        table_width: int,
+        logits_address: int,
+        draws: Sequence[tuple[float, int, float, float, float]],
+    ) -> None: ...
+    @property
+    def chosen(self) -> list[int]:
+        """The token chosen behind each row, -1 where the row's largest logit is not finite."""
+
 def accept_path(
     kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int], secured: SecureSocket | None = None
 ) -> Acceptance:
@@ -1769,8 +1805,9 @@ def draw_tokens(
 ) -> list[int]:
     """Returns for each draw (row, temperature, top_k, top_p, min_p, uniform) the token id that
     `uniform` in [0, 1) points at in a row of `width` logits in f32 or f64; -1 where the row's
-    largest logit is not finite. csrc/compute/operators/draw.h says what a token weighs. ConfigError
-    for other dtypes and widths, and for a temperature of 0.
+    largest logit is not finite. csrc/compute/operators/draw.h says what a token weighs; at
+    temperature 0 it is the first of the largest. ConfigError for other dtypes and widths, and for a
+    temperature below 0.
     """
 
 def encode_frame_header(fields: dict[str, int]) -> bytes:

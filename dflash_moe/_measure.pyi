@@ -108,9 +108,9 @@ def integer_multiply_add_per_s(isa: str, num_threads: int, rounds: int, millisec
 def ipc_echo(channel: Channel, spin_ns: int, idle_timeout_s: float, cpu: int = -1) -> int:
     """Copies each request to its reply, and returns the number of rounds."""
 
-def ipc_floor(kind: str, payload_bytes: int, rounds: int, warmup: int, cpus: tuple[int, int]) -> list[int]:
-    """Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, unix
-    or tcp.
+def ipc_floor(kind: str, payload_bytes: int, rounds: int, warmup: int, cpus: tuple[int, int], habit: str = "bare") -> list[int]:
+    """Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, unix, tcp or
+    tls. `habit` says what sockets do beyond one write and one read: bare, two reads or polls.
     """
 
 def ipc_round_trip(

@@ -126,7 +126,9 @@ class QueueFull(DflashError):  # noqa: N818 - the name is public
 
 
 class RequestCancelled(DflashError):  # noqa: N818 - the name is public
-    """A request was cancelled, or its engine was closed before it had ended."""
+    """A request was cancelled, or its engine was closed before it had ended; with the code
+    "draining", the engine takes no more because it is about to be closed.
+    """
 
     default_code = "cancelled"
 

@@ -52,11 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {mark.description}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the longest test, so that at the end no worker is left alone with it."""
-    items.sort(key=lambda item: item.path.name != "test_record_runs.py")
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers():
         mark = MARKS.get(marker.name)

@@ -22,9 +22,11 @@ from dflash_moe.engine import step_run
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.sampling.logprobs import TokenLogprobs
 from dflash_moe.engine.sampling.sample import Sampled, Sampler, SampleRow
 from dflash_moe.engine.sampling.sampling_state import SamplingState
+from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
+from dflash_moe.engine.sampling.token_masks import packed
+from dflash_moe.engine.schedule import StepPlan
 from dflash_moe.forward.blocks import BlockPool
 from dflash_moe.forward.forward import Forward, StepRows
 from dflash_moe.forward.host_model import HostModel
@@ -102,7 +104,7 @@ class Alone:
         with closing(self.host.sequence(len(tokens) + params.max_tokens)) as run:
             while len(answer.tokens) < params.max_tokens:
                 logits = run.forward(step)[None].float()
-                mask = None if params.token_mask is None else torch.as_tensor(params.token_mask(answer.tokens))
+                mask = None if params.token_mask is None else packed(torch.as_tensor(params.token_mask(answer.tokens)))
                 sampled = sampler.launch(logits, [SampleRow(state, len(tokens), (), mask)])
                 step = sampled.token_ids()
                 tokens += step
@@ -138,6 +140,26 @@ class _Recorder(Sampler):
     def __init__(self) -> None:
         super().__init__()
         self.rows: dict[tuple[int, int, int], list[tuple[tuple[int, ...], bytes]]] = defaultdict(list)
+        self.num_chosen = 0
+
+    def begin(self, begin: Callable[[StepPlan], Any], forward: Any) -> Callable[[StepPlan], Any]:
+        """Returns `StepRuns.begin` with a record of steps whose tokens the core chooses, of which
+        the sampler sees nothing.
+        """
+
+        @contextmanager
+        def recorded(plan: StepPlan) -> Iterator[Any]:
+            with begin(plan) as step:
+                yield step
+                if step._chosen is None:
+                    return
+                self.num_chosen += 1
+                for values, pick in zip(forward.loop._logits, step._picks, strict=False):
+                    state = pick.request.sampling
+                    key = (state.seed, state.choice, len(pick.request.tokens) + len(pick.before))
+                    self.rows[key].append((tuple(pick.before), digest(values)))
+
+        return recorded
 
     def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         for values, row in zip(logits, rows, strict=True):
@@ -178,13 +200,15 @@ class EngineRun:
         self.watched = _Watched(forward)
         with patch.object(step_run, "Sampler", lambda: self.recorder):
             self.engine = Engine(self.watched, EngineSettings(**settings))
+        steps = self.engine._steps
+        steps.begin = self.recorder.begin(steps.begin, forward)  # type: ignore[method-assign]
         self.submitted: list[tuple[Asked, TokenStream]] = []
         # What has come so far, of each request that was submitted.
         self._answers: dict[int, list[Answer]] = {}
         self.cancelled: set[tuple[int, int | None]] = set()
 
         def before_step() -> None:
-            self.engine._check_blocks()
+            self.engine._planner.check_blocks()
             script(self)
 
         self.watched.before_step = before_step

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_moe import _core
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
@@ -25,6 +26,7 @@ from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.forward.block_hashes import BlockHashes
 from dflash_moe.forward.blocks import BlockPool
 from dflash_moe.forward.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond
+from dflash_moe.forward.layer_loop import Draw
 from dflash_moe.forward.sequence import SequenceBlocks
 from dflash_moe.forward.step_blocks import PackedStep, StepBlocks
 
@@ -48,6 +50,9 @@ class TokenForward:
         self.before: Callable[[Sequence[StepRows]], None] = lambda rows: None
         # May change the logits of a step.
         self.change: Callable[[Sequence[StepRows], torch.Tensor], None] = lambda rows, logits: None
+        # Whether steps of which all rows are wanted choose their tokens, and how many did.
+        self.chooses = False
+        self.num_chosen = 0
         self._slots = np.full(num_blocks * BLOCK_TOKENS, -1, np.int64)
 
     def check_length(self, max_tokens: int) -> None:
@@ -74,12 +79,21 @@ class TokenForward:
                 assert entry.sequence.num_tokens + len(entry.token_ids) <= entry.sequence.max_tokens
                 if not planned.append(entry.sequence.blocks, len(entry.token_ids)):
                     raise OutOfBlocks("too few blocks")
-            step = RunStep(partial(self._compute, rows, planned.pack()))
+            packed = planned.pack()
+            step = RunStep(partial(self._compute, rows, packed), partial(self._choose, rows, packed))
             yield step
         except BaseException:
             planned.roll_back()
             raise
         planned.commit(step.kept)
+
+    def _choose(self, rows: Sequence[StepRows], step: PackedStep, draws: Sequence[Draw]) -> list[int] | None:
+        if not self.chooses or any(entry.num_logits != len(entry.token_ids) for entry in rows):
+            return None
+        logits = self._compute(rows, step)
+        self.num_chosen += 1
+        fields = [(row, *draw) for row, draw in enumerate(draws)]
+        return _core.draw_tokens(logits.data_ptr(), 4 * VOCAB, "f32", VOCAB, fields)
 
     def _compute(self, rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
         self.before(rows)
@@ -178,14 +192,14 @@ def engine_over(forward: TokenForward, *, eos: frozenset[int] = frozenset(), **s
 
 def assert_clean(engine: Engine, forward: TokenForward) -> None:
     """Checks that an engine which was closed, or has no open request, keeps nothing of any."""
-    assert engine._open == {}
-    assert engine._num_open == 0
-    assert not engine._scheduler.running
-    assert not engine._scheduler.waiting
-    assert engine._unasked == []
-    assert not engine._masks._waiting
-    assert not engine._masks._answers
-    assert not engine._speculator.acceptance._requests
-    assert not engine._speculator._drafter._indexes
+    assert engine._open.choices == {}
+    assert engine._open.num == 0
+    assert not engine._planner.scheduler.running
+    assert not engine._planner.scheduler.waiting
+    assert engine._planner.unasked == []
+    assert not engine._planner.masks._waiting
+    assert not engine._planner.masks._answers
+    assert not engine._planner.speculator.acceptance._requests
+    assert not engine._planner.speculator._drafter._indexes
     assert forward.blocks.num_free == forward.blocks.num_blocks
     forward.blocks.check_integrity([])

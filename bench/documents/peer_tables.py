@@ -5,7 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bench.documents.recorded import Recorded
@@ -43,8 +43,13 @@ def speeds(recorded: Recorded) -> str:
 
 def targets(recorded: Recorded) -> str:
     """Writes each ratio of medians with the mark that it was to reach."""
+    return marks(line for result in RESULTS for line in recorded.summary(result))
+
+
+def marks(summary: Iterable[Mapping[str, Any]]) -> str:
+    """Writes lines of a summary, each with its mark."""
     lines = []
-    for line in (line for result in RESULTS for line in recorded.summary(result)):
+    for line in summary:
         mark = next((f"{word} {line[key]:g}" for key, word in (("at_least", ">="), ("at_most", "<=")) if key in line), "-")
         value = float(line["ratio"] if "ratio" in line else line["value"])
         met = "-" if "met" not in line else "yes" if line["met"] else "no"
@@ -128,6 +133,21 @@ def limits(recorded: Recorded) -> str:
     return markdown(("a step, in ms", *heads, "bounds"), lines)
 
 
+def depth(recorded: Recorded) -> str:
+    """Writes what a layer takes where there are few and where there are many."""
+    lines = []
+    for row in recorded.rows("depth"):
+        spent = {part["part"]: part["seconds"] for part in row["parts"]}
+        head_s = spent.get("lm_head", 0.0)
+        layer_s = (row["step_s"] - head_s - row["python_s"]) / row["layers"]
+        times = (row["step_s"], head_s, row["python_s"], layer_s)
+        pages = row["huge_bytes"] and row["huge_bytes"] / row["anonymous_bytes"]
+        shares = ("-" if share is None else percent(share) for share in (pages, row["share"]))
+        lines.append((f"{row['layers']}", row["name"], *(f"{1e3 * seconds:,.2f}" for seconds in times), *shares))
+    heads = ("layers", "a step, in ms", "together", "head", "Python and torch", "a layer", "on huge pages", "bounds")
+    return markdown(heads, lines)
+
+
 def dispatch(recorded: Recorded) -> str:
     """Writes what the interpreter and the dispatch of operators take of each layer."""
     rows = {
@@ -147,6 +167,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "attention": attention,
     "appends": appends,
     "limits": limits,
+    "depth": depth,
     "dispatch": dispatch,
     "peer-speeds": speeds,
     "peer-targets": targets,

@@ -65,7 +65,25 @@ def transports(recorded: Recorded) -> str:
                 gigabytes_per_s(row["bytes_per_s"]),
                 percent(row["bytes_per_s"] / row["memcpy_bytes_per_s"]),
             )
-            for row in recorded.rows("ipc", lambda row: not row["name"].startswith("call_"))
+            for row in recorded.rows("ipc", lambda row: not row["name"].startswith(("call_", "adds_")))
+        ),
+    )
+
+
+def socket_steps(recorded: Recorded) -> str:
+    """Writes each step from a bare socket to a channel over it."""
+    rows = recorded.rows("ipc", lambda row: row["name"].startswith("adds_"))
+    return markdown(
+        ("over", "round trip", "p50", "p99", "x bare"),
+        (
+            (
+                row["name"].removeprefix("adds_"),
+                row["step"],
+                us(row["p50_us"]),
+                us(row["p99_us"]),
+                digits(row["p50_us"] / row["bare_us"]),
+            )
+            for row in rows
         ),
     )
 
@@ -377,6 +395,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "transports": transports,
     "encryption": encryption,
     "expert-calls": expert_calls,
+    "socket-steps": socket_steps,
     **{f"modes-{name}": modes(f"modes_{name}") for name in SETTINGS},
     **{f"auto-{name}": auto(f"modes_{name}") for name in SETTINGS},
     "overlap": overlap,

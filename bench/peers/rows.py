@@ -156,7 +156,7 @@ def all_cases(plan: Plan, *, with_real_shape: bool) -> tuple[list[ReadSpeed], li
     """Returns every row, of absent sides too, and the read speeds of one and of two threads."""
     one, two = ReadSpeed(1), ReadSpeed(2)
     names = [(phase, *names) for phase in PHASES for names in _sides(with_real_shape)]
-    names += [(phase, *names) for phase in NUM_SEQUENCES for names in _batch_sides(phase)]
+    names += [(phase, *names) for phase in NUM_SEQUENCES for names in _batch_sides(phase, with_real_shape)]
     # A token's host and worker take turns, each with its one thread.
     return [one, two], [RowCase(plan, *own, two if own[2] == "local" else one) for own in names]
 
@@ -176,10 +176,11 @@ def _sides(with_real_shape: bool) -> Iterator[tuple[str, str, str, str]]:
             yield fmt, "shared", "ours", "f32"
     if with_real_shape:
         yield "q4_k", "local", "llama", ""
-        yield "q4_k", "local", "ours", ACTIVATIONS["q4_k"]
+        for place in ("local", "shared", "tcp"):
+            yield "q4_k", place, "ours", ACTIVATIONS["q4_k"]
 
 
-def _batch_sides(phase: str) -> Iterator[tuple[str, str, str, str]]:
+def _batch_sides(phase: str, with_real_shape: bool) -> Iterator[tuple[str, str, str, str]]:
     for fmt in ("16bit", "q8_0"):
         own = ACTIVATIONS[fmt]
         if phase != ALONE:
@@ -189,6 +190,9 @@ def _batch_sides(phase: str) -> Iterator[tuple[str, str, str, str]]:
         yield fmt, "local", "ours", own
         if phase == "batch16":
             yield fmt, "shared", "ours", own
+    if with_real_shape and phase != ALONE:
+        yield "q4_k", "local", "llama", ""
+        yield "q4_k", "local", "ours", ACTIVATIONS["q4_k"]
 
 
 def chosen_cases(cases: list[RowCase], only: str) -> tuple[list[RowCase], dict[str, str]]:

@@ -1,9 +1,10 @@
-"""Measures all recorded results again, at one commit: `make results`.
+"""Measures all recorded results again that HEAD's sources did not give: `make results`.
 
     python -m bench.record [--only NAME,...] [--again] [--quick] [--list]
 
-Each step writes into build/results; what is there already, complete and of this commit, is not
-measured again, so that an interrupted run goes on where it was. In the end results are copied to
+Each step writes into build/results. What is complete there, or recorded, and was measured with the
+same trees of what the step depends on (bench/record/trees.py), is not measured again, so that an
+interrupted run goes on where it was, in another checkout too. In the end results are copied to
 bench/results, and plots and documents are written from them. A changed tree is refused (results and
 documents apart): a number that belongs to no commit is worth nothing. --quick tries every step with
 tiny parameters, whatever the tree, and writes nothing outside of build/results_quick. Exit status 1
@@ -18,12 +19,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bench.documents.markup import DOCUMENTS, written
 from bench.record.steps import ROOT, STEPS, Place, Step
-from bench.record.trees import RESULTS, with_trees, write
+from bench.record.trees import RESULTS, is_of_head, with_trees, write
 from dflash_moe.bench.results import read_result, source_commit
 
 # A step that takes this many times its estimate, and this long at least, is stuck.
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         return 0
     place.folder.mkdir(parents=True, exist_ok=True)
-    run = record(steps, place, commit, again=given.again or given.quick)
+    run = record(steps, place, again=given.again or given.quick)
     if not given.quick:
         publish([step for step in steps if step.name not in run.failed and step.name not in run.left_out], place)
     _show_outcome(run)
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if run.failed else 0
 
 
-def record(steps: Sequence[Step], place: Place, commit: str, *, again: bool) -> Run:
+def record(steps: Sequence[Step], place: Place, *, again: bool) -> Run:
     """Runs the steps one after the other. One that fails does not end the others."""
     run = Run()
     for number, step in enumerate(steps, start=1):
@@ -74,14 +76,14 @@ def record(steps: Sequence[Step], place: Place, commit: str, *, again: bool) -> 
             run.left_out[step.name] = f"this machine lacks {lacking}"
             print(f"{title}: left out, {run.left_out[step.name]}", flush=True)
             continue
-        if not again and not what_is_missing(step, place, commit):
+        if not again and is_there(step, place):
             run.kept.append(step.name)
             print(f"{title}: measured already", flush=True)
             continue
         about = "with tiny parameters" if place.is_quick else f"about {step.minutes:g} minutes"
         print(f"\n{title}, {about}", flush=True)
         began = time.monotonic()
-        problem = _measure(step, place) or what_is_missing(step, place, commit)
+        problem = _measure(step, place) or what_is_missing(step, place.json, place)
         run.took_s[step.name] = time.monotonic() - began
         if problem:
             run.failed[step.name] = problem
@@ -107,30 +109,42 @@ def _measure(step: Step, place: Place) -> str:
     return ""
 
 
-def what_is_missing(step: Step, place: Place, commit: str) -> str:
-    """Says which result of a step is not there, incomplete or of another commit, or "" when all are
-    as they should be.
+def is_there(step: Step, place: Place) -> bool:
+    """Says whether a step need not be measured: its results are among those of this run, or
+    recorded.
+    """
+    return not what_is_missing(step, place.json, place) or not what_is_missing(step, _recorded, place)
+
+
+def _recorded(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def what_is_missing(step: Step, file_of: Callable[[str], Path], place: Place) -> str:
+    """Says which result of a step is not in its file, incomplete or of other sources, or "" when
+    all are as they should be.
     """
     for name in step.results:
         try:
-            found = json.loads(place.json(name).read_text(encoding="utf-8"))
+            found = json.loads(file_of(name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return f"{name}.json was not written"
         except ValueError:
             return f"{name}.json is not JSON"
         if not found.get("complete"):
             return f"{name}.json is incomplete"
-        if not place.is_quick and (found.get("commit") != commit or found.get("dirty")):
-            return f"{name}.json is of another commit"
+        if not place.is_quick and (found.get("dirty") or not is_of_head(ROOT, found, step)):
+            return f"{name}.json is of other sources"
     return ""
 
 
 def publish(steps: Sequence[Step], place: Place) -> None:
     """Copies results to bench/results, draws their plots and writes the documents."""
     for step in steps:
+        if what_is_missing(step, place.json, place):
+            continue  # recorded already
         for name in step.results:
-            result = read_result(place.json(name))
-            write(RESULTS / f"{name}.json", with_trees(result, step))
+            write(_recorded(name), with_trees(read_result(place.json(name)), step))
         for name, picture, is_timeline in step.plots:
             options = ["--timeline"] if is_timeline else []
             plot = [
@@ -149,7 +163,7 @@ def publish(steps: Sequence[Step], place: Place) -> None:
 
 
 def _show_plan(steps: Sequence[Step], place: Place, commit: str, given: argparse.Namespace) -> None:
-    left = [step for step in steps if not step.lacking() and (given.again or what_is_missing(step, place, commit))]
+    left = [step for step in steps if not step.lacking() and (given.again or not is_there(step, place))]
     minutes = sum(step.minutes for step in left)
     print(f"{len(steps)} steps at commit {commit[:10]}, {len(left)} to measure: about {minutes:.0f} minutes")
     for step in steps:

@@ -333,11 +333,11 @@ def _lacks_two_cores() -> str:
     return "" if len(os.sched_getaffinity(0)) >= 2 else "a second core"
 
 
-def _lacks_space() -> str:
-    """The file of 12 GB is read from the page cache, beside 4 GB of memory."""
-    has_disk = shutil.disk_usage(tempfile.gettempdir()).free >= 14 << 30
-    has_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >= 17 << 30
-    return "" if has_disk and has_memory else "14 GiB of disk for temporary files and 17 GiB of memory"
+def _lacks_space(disk: int = 14, memory: int = 17) -> str:
+    """By default for a file of 12 GB that is read from the page cache, beside 4 GB of memory."""
+    has_disk = shutil.disk_usage(tempfile.gettempdir()).free >= disk << 30
+    has_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >= memory << 30
+    return "" if has_disk and has_memory else f"{disk} GiB of disk for temporary files and {memory} GiB of memory"
 
 
 def _lacks_network() -> str:
@@ -438,11 +438,18 @@ STEPS: tuple[Step, ...] = (
     ),
     Step("attention", ("attention",), 1, _attention),
     Step("limits", ("limits",), 5, _limits, lacking=_lacks_two_cores),
+    Step(
+        "depth",
+        ("depth",),
+        12,
+        _tried("depth", "--tiny", "--rounds", 1, "--layers", "1,2"),
+        lacking=lambda: _lacks_two_cores() or _lacks_space(disk=19, memory=22),
+    ),
     Step("dispatch", ("host_dispatch",), 1, _tried("host_dispatch", "--rounds", 1, "--layers", 2)),
     Step("scheduler", ("engine_scheduler",), 2, _scheduler, lacking=_lacks_two_cores),
     Step("micro-batches", ("micro_batches",), 2, _micro_batches, lacking=_lacks_two_cores),
     Step("requests", ("engine_requests",), 6, _tried("engine_requests", "--requests", 200)),
     Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-batches", ("engine_batches",), 20, _engine_batches, lacking=_lacks_llama_programs, note=_without_vllm),
-    Step("engine-real", ("engine_real_shape",), 6, _engine_real_shape, lacking=_lacks_llama_programs),
+    Step("engine-real", ("engine_real_shape",), 14, _engine_real_shape, lacking=_lacks_llama_programs),
 )

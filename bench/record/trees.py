@@ -19,11 +19,23 @@ from bench.record.steps import ROOT, STEPS, Step
 from dflash_moe.bench.results import read_result, text_of
 
 RESULTS = ROOT / "bench" / "results"
-# A step that stands in no line below depends on all that is built and installed.
-EVERYTHING = ("csrc", "dflash_moe")
+# What calls of experts pass through on both sides.
+_CALLS = (
+    "csrc",
+    *(
+        f"dflash_moe/{room}"
+        for room in ("config", "experts", "holders", "model", "placement", "protocol", "topology", "workers")
+    ),
+)
+_FORWARD = (*_CALLS, *(f"dflash_moe/{room}" for room in ("forward", "integrations", "operators")))
+# A step that stands in no line below runs models, and depends on all that these do. Command line,
+# proofs and server change nothing of what it measures.
+_MODELS = (*_FORWARD, "dflash_moe/engine")
+# `verify` compares forwards, and imports nothing of the engine.
+_PROOFS = (*_FORWARD, "dflash_moe/proofs")
 _EXPERTS = ("csrc/base", "csrc/compute")
 _GGUF = ("csrc/compute/formats", "dflash_moe/model")
-_NARROWER: Mapping[str, tuple[str, ...]] = {
+_OF_STEP: Mapping[str, tuple[str, ...]] = {
     "ipc": ("csrc/base", "csrc/client", "csrc/transport", "csrc/wire", "csrc/worker"),
     "experts": _EXPERTS,
     "experts-bf16": _EXPERTS,
@@ -37,12 +49,18 @@ _NARROWER: Mapping[str, tuple[str, ...]] = {
     "simulation": ("csrc/base", "csrc/client", "csrc/simulation", "csrc/transport", "csrc/wire", "csrc/worker"),
     "gguf-architectures": _GGUF,
     "attention": (*_EXPERTS, "dflash_moe/operators"),
-}
+    **dict.fromkeys(("parity", "odd-settings", "verify-real"), _PROOFS),
+    **dict.fromkeys(
+        ("overlap", "worker-kills", "rolling-restarts", "audit", "faults", "fallback-kills", "device-step-faults",
+         "earlier-commit", "skewed-routing"),
+        _CALLS,
+    ),
+}  # fmt: skip
 
 
 def paths_of(step: Step) -> tuple[str, ...]:
     """Returns the paths, relative to the root, that decide what this step measures."""
-    return _NARROWER.get(step.name, EVERYTHING)
+    return _OF_STEP.get(step.name, _MODELS)
 
 
 def tree_ids(root: Path, commit: str, paths: Iterable[str]) -> dict[str, str | None] | None:
@@ -67,6 +85,13 @@ def with_trees(result: dict[str, Any], step: Step, root: Path = ROOT) -> dict[st
         if key == "commit":
             placed["trees"] = ids
     return placed
+
+
+def is_of_head(root: Path, result: Mapping[str, Any], step: Step) -> bool:
+    """Says whether what `step` depends on is in HEAD as it was where `result` was measured."""
+    paths = paths_of(step)
+    measured = tree_ids(root, result["commit"], paths) or result.get("trees")
+    return measured is not None and measured == tree_ids(root, "HEAD", paths)
 
 
 def moved_on(root: Path, result: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ enum class Operator : uint8_t {
   kActivation,  // of a gated MLP at the host
   kAdd,
   kArgmax,
+  kChoose,        // tokens from logits
   kExpertCall,    // routing, messages, waiting and the sum over shards
   kExpertGroups,  // what experts at the host take beside the four below: groups, scratch
   kExpertRows,    // rows widened and encoded
@@ -70,7 +71,7 @@ class OperatorClock {
   };
 
   OperatorClock();
-  void go_to(OperatorTimes* next);
+  void go_to(OperatorTimes* next, int64_t now);
 
   static constinit thread_local OperatorClock* running_;
   std::unordered_map<Key, OperatorTimes, KeyHash> times_;

@@ -43,8 +43,8 @@ std::vector<int64_t> draw_tokens(uintptr_t address, size_t stride_bytes, const s
                 "rows of " + std::to_string(width) + " logits; allowed: 1..4194304"});
   }
   for (const DrawFields& one : draws) {
-    if (!(std::get<1>(one) > 0.0))
-      raise(Error{ErrorCode::kInvalidArgument, "a draw needs a temperature above 0"});
+    if (!(std::get<1>(one) >= 0.0))
+      raise(Error{ErrorCode::kInvalidArgument, "a draw needs a temperature of at least 0"});
   }
   py::gil_scoped_release unlocked;
   return dtype == "f32" ? draw_rows<float>(address, stride_bytes, width, draws)
@@ -60,7 +60,8 @@ void bind_draw(py::module_& module) {
       "Returns for each draw (row, temperature, top_k, top_p, min_p, uniform) the token id "
       "that `uniform` in [0, 1) points at in a row of `width` logits in f32 or f64; -1 where "
       "the row's largest logit is not finite. csrc/compute/operators/draw.h says what a "
-      "token weighs. ConfigError for other dtypes and widths, and for a temperature of 0.");
+      "token weighs; at temperature 0 it is the first of the largest. ConfigError for other "
+      "dtypes and widths, and for a temperature below 0.");
 }
 
 }  // namespace dflash::bindings

@@ -57,6 +57,11 @@ std::unique_ptr<LinearBox> make_linear(const HostPoolBox& pool,
   return std::make_unique<LinearBox>(LinearBox{pool, unwrap(std::move(linear))});
 }
 
+compute::FirstReads first_reads(const LinearBox& self, uint32_t num_rows) {
+  return self.linear.first_reads(num_rows, self.pool.pool->num_threads(),
+                                 self.linear.resident_bytes());
+}
+
 auto multiplication(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
                     const std::string& row_dtype, uint32_t num_rows, uintptr_t out_address,
                     size_t out_stride_bytes, const std::string& out_dtype,
@@ -123,6 +128,33 @@ void gather(const LinearBox& self, uintptr_t ids_address, size_t num_ids, uintpt
   unwrap(std::move(status));
 }
 
+void append_multiplication(Program& program, const LinearBox& self, uintptr_t rows_address,
+                           size_t row_stride_bytes, const std::string& row_dtype, uint32_t num_rows,
+                           uintptr_t out_address, size_t out_stride_bytes,
+                           const std::string& out_dtype, uintptr_t residual_address,
+                           size_t residual_stride_bytes, const std::string& residual_dtype) {
+  const auto compute = multiplication(self, rows_address, row_stride_bytes, row_dtype, num_rows,
+                                      out_address, out_stride_bytes, out_dtype, residual_address,
+                                      residual_stride_bytes, residual_dtype);
+  program.append_product([compute](ProgramRun&) { return compute(); }, *self.pool.pool,
+                         first_reads(self, num_rows));
+}
+
+void append_joint_multiplication(Program& program, const SequenceOf<LinearBox>& linears,
+                                 uintptr_t rows_address, size_t row_stride_bytes,
+                                 const std::string& row_dtype, uint32_t num_rows,
+                                 const Outputs& outs) {
+  const auto compute =
+      joint_multiplication(linears, rows_address, row_stride_bytes, row_dtype, num_rows, outs);
+  const auto& first = py::cast<const LinearBox&>(linears[0]);
+  size_t all_bytes = 0;
+  for (size_t i = 0; i < linears.size(); ++i)
+    all_bytes += py::cast<const LinearBox&>(linears[i]).linear.resident_bytes();
+  program.append_product(
+      [compute](ProgramRun&) { return compute(); }, *first.pool.pool,
+      first.linear.first_reads(num_rows, first.pool.pool->num_threads(), all_bytes));
+}
+
 void append_embedding(Program& program, const LinearBox& self, uintptr_t out_address,
                       size_t out_stride_bytes, const std::string& out_dtype) {
   const compute::RowsTarget out{reinterpret_cast<std::byte*>(out_address), parse_dtype(out_dtype),
@@ -136,11 +168,12 @@ void append_head(Program& program, const LinearBox& self, uintptr_t rows_address
                  size_t row_stride_bytes, const std::string& row_dtype, uint32_t num_rows) {
   const compute::RowsView rows{reinterpret_cast<const std::byte*>(rows_address),
                                parse_dtype(row_dtype), row_stride_bytes, num_rows};
-  program.append([&self, rows](ProgramRun& run) -> Status {
+  const auto run_head = [&self, rows](ProgramRun& run) -> Status {
     const compute::RowsTarget out{run.inputs().logits, Dtype::kF32,
                                   self.linear.outputs() * sizeof(float)};
     return self.linear.run(*self.pool.pool, *self.pool.scratch->lend(), rows, out);
-  });
+  };
+  program.append_product(run_head, *self.pool.pool, first_reads(self, num_rows));
 }
 
 template <class Name>  // name(part) -> const char*
@@ -209,13 +242,16 @@ void bind_linear(py::module_& module) {
           },
           "Of each part: the numerics class, which is the default one where the wanted one does "
           "not take the format.");
-  def_operator(
-      module, "run_together", &joint_multiplication, py::arg("linears"), py::arg("rows_address"),
+  module.def(
+      "run_together", at_once(&joint_multiplication), py::arg("linears"), py::arg("rows_address"),
       py::arg("row_stride_bytes"), py::arg("row_dtype"), py::arg("num_rows"), py::arg("outs"),
       "Does what `run` of each layer does for the same rows, in one job of their one pool; an "
       "output is (address, stride in bytes, dtype). ConfigError for layers of several pools.");
   program_class(module)
-      .def("multiply", in_program(&multiplication), py::keep_alive<1, 2>(), py::arg("linear"),
+      .def("run_together", &append_joint_multiplication, py::keep_alive<1, 2>(), py::arg("linears"),
+           py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
+           py::arg("num_rows"), py::arg("outs"), "As run_together of this module.")
+      .def("multiply", &append_multiplication, py::keep_alive<1, 2>(), py::arg("linear"),
            py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
            py::arg("num_rows"), py::arg("out_address"), py::arg("out_stride_bytes"),
            py::arg("out_dtype"), py::arg("residual_address") = 0,

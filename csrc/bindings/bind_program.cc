@@ -4,13 +4,19 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "base/operator_clock.h"
+#include "bindings/boxes.h"
 #include "bindings/program.h"
+#include "compute/operators/paged_kv.h"
 
 namespace py = pybind11;
 
@@ -23,11 +29,12 @@ void ProgramRun::see_signals() {
   raise_signals();
 }
 
-Status ProgramRun::submit(size_t place, uint32_t layer, const TokenBatch& batch) {
+Status ProgramRun::submit(size_t place, uint32_t layer, const TokenBatch& batch, CallCount* count) {
   if (clients_[place] == nullptr || pending_ != nullptr) {
     return Error{ErrorCode::kInvalidArgument,
                  "a program has a call of experts that is not bound or that nobody has awaited"};
   }
+  if (count != nullptr) count->value.fetch_add(1, std::memory_order_relaxed);
   submitted_ns_ = now_ns();
   Result<client::CallPtr> submitted = clients_[place]->submit(batch, layer);
   if (!submitted.ok()) return std::move(submitted).error();
@@ -51,7 +58,7 @@ size_t Program::append_experts() {
   experts_.emplace_back();
   append([this, place](ProgramRun& run) -> Status {
     const int64_t since_ns = now_ns();
-    DFLASH_TRY(run.submit(place, experts_[place].layer, experts_[place].batch.batch));
+    DFLASH_TRY(submit(run, place));
     return run.wait(since_ns);
   });
   return place;
@@ -60,9 +67,7 @@ size_t Program::append_experts() {
 size_t Program::append_submit() {
   const size_t place = experts_.size();
   experts_.emplace_back();
-  append([this, place](ProgramRun& run) {
-    return run.submit(place, experts_[place].layer, experts_[place].batch.batch);
-  });
+  append([this, place](ProgramRun& run) { return submit(run, place); });
   return place;
 }
 
@@ -71,10 +76,10 @@ void Program::append_wait() {
 }
 
 void Program::bind_experts(size_t place, std::shared_ptr<ClientBox> box, uint32_t layer,
-                           const TokenBatchBox& batch) {
+                           const TokenBatchBox& batch, std::shared_ptr<CallCount> count) {
   if (place >= experts_.size())
     raise(Error{ErrorCode::kInvalidArgument, "the program has no such call of experts"});
-  experts_[place] = {std::move(box), layer, batch};
+  experts_[place] = {std::move(box), layer, batch, std::move(count)};
 }
 
 namespace {
@@ -157,6 +162,92 @@ StepInputs make_inputs(const compute::AttentionPlan& plan, uintptr_t slots, uint
           .logits = reinterpret_cast<std::byte*>(logits)};
 }
 
+// Temperature, top_k, top_p, min_p, uniform.
+using DrawFields = std::tuple<double, int64_t, double, double, double>;
+
+std::unique_ptr<PackedInputs> make_packed(const compute::AttentionPlan& plan,
+                                          const std::vector<int64_t>& token_ids, size_t vocab_size,
+                                          uintptr_t cos, uintptr_t sin, size_t num_positions,
+                                          size_t table_width, uintptr_t logits,
+                                          const std::vector<DrawFields>& draws) {
+  const size_t count = plan.num_rows();
+  if (token_ids.size() != count || draws.size() != count)
+    raise(Error{ErrorCode::kInvalidArgument, "a step of " + std::to_string(count) + " rows has " +
+                                                 std::to_string(token_ids.size()) +
+                                                 " token ids and " + std::to_string(draws.size()) +
+                                                 " draws"});
+  for (const int64_t token : token_ids) {
+    if (token < 0 || static_cast<uint64_t>(token) >= vocab_size)
+      raise(Error{ErrorCode::kInvalidArgument,
+                  "a token id is outside the vocabulary of " + std::to_string(vocab_size)});
+  }
+  auto made = std::make_unique<PackedInputs>();
+  made->numbers.resize(4 * count);
+  int64_t* const numbers = made->numbers.data();
+  size_t row = 0;
+  for (const compute::AttentionPlan::Sequence& one : plan.sequences()) {
+    const int32_t* const table = plan.block_table(one);
+    for (uint32_t i = 0; i < one.num_rows; ++i, ++row) {
+      const uint32_t position = one.first_position + i;
+      numbers[row] = int64_t{table[position / compute::kBlockTokens]} * compute::kBlockTokens +
+                     position % compute::kBlockTokens;
+      numbers[count + row] = position;
+    }
+  }
+  std::copy(token_ids.begin(), token_ids.end(), numbers + 2 * count);
+  made->forms.reserve(count);
+  for (const auto& [temperature, top_k, top_p, min_p, uniform] : draws) {
+    if (!(temperature >= 0.0))
+      raise(Error{ErrorCode::kInvalidArgument, "a draw needs a temperature of at least 0"});
+    made->forms.push_back({temperature, top_k, top_p, min_p, uniform});
+  }
+  static_cast<StepInputs&>(*made) = {
+      .plan = &plan,
+      .num_rows = count,
+      .slots = {numbers,             count},
+      .positions = {numbers + count,     count},
+      .token_ids = {numbers + 2 * count, count},
+      .cos = table_rows(cos, table_width, num_positions),
+      .sin = table_rows(sin, table_width, num_positions),
+      .logits = reinterpret_cast<std::byte*>(logits),
+      .draws = made->forms,
+      .chosen = numbers + 3 * count
+  };
+  return made;
+}
+
+std::vector<int64_t> chosen_tokens(const PackedInputs& step) {
+  return {step.chosen, step.chosen + step.num_rows};
+}
+
+// The scratch of the threads that draw.
+compute::DrawScratch& draw_scratch() {
+  thread_local compute::DrawScratch scratch;
+  return scratch;
+}
+
+void append_choice(Program& program, const HostPoolBox& box, size_t vocab_size) {
+  if (vocab_size < 1 || vocab_size > (size_t{1} << 22))
+    raise(Error{ErrorCode::kInvalidArgument, "tokens chosen from " + std::to_string(vocab_size) +
+                                                 " logits; allowed: 1..4194304"});
+  program.append([&pool = *box.pool, vocab_size](ProgramRun& run) -> Status {
+    const StepInputs& step = run.inputs();
+    if (step.draws.empty()) return ok();
+    const OperatorScope scope(Operator::kChoose);
+    const auto* logits = reinterpret_cast<const float*>(step.logits);
+    auto choose = [&](uint64_t row) {
+      step.chosen[row] = compute::draw_token(std::span(logits + row * vocab_size, vocab_size),
+                                             step.draws[row], draw_scratch());
+    };
+    if (step.draws.size() == 1) {
+      choose(0);
+    } else {
+      pool.run(step.draws.size(), choose);
+    }
+    return ok();
+  });
+}
+
 void append_copy(Program& program, uintptr_t rows_address, size_t row_stride_bytes,
                  size_t row_bytes, size_t num_rows, uintptr_t out_address,
                  size_t out_stride_bytes) {
@@ -194,6 +285,12 @@ void append_tables(Program& program, uintptr_t cos_address, uintptr_t sin_addres
 }  // namespace
 
 void bind_program(py::module_& module) {
+  py::class_<CallCount, std::shared_ptr<CallCount>>(
+      module, "CallCount",
+      "The number of calls of the routed experts of one layer. Any thread may count.")
+      .def(py::init<>())
+      .def_property_readonly("value", [](const CallCount& self) { return self.value.load(); })
+      .def("add", [](CallCount& self) { self.value.fetch_add(1); }, "Counts a call.");
   ProgramClass(
       module, "Program",
       "Calls of operators over fixed memory, which `run` makes one after another without the GIL. "
@@ -225,10 +322,13 @@ void bind_program(py::module_& module) {
       .def("submit_experts", &Program::append_submit,
            "As `experts`, but returns before the experts have answered.")
       .def("wait_for_experts", &Program::append_wait, "Waits for what was submitted last.")
+      .def("choose", &append_choice, py::keep_alive<1, 2>(), py::arg("pool"), py::arg("vocab_size"),
+           "Chooses the token behind each row from its logits, as the step's draws say; nothing "
+           "where it has none.")
       .def("bind_experts", &Program::bind_experts, py::arg("place"), py::arg("client"),
-           py::arg("layer"), py::arg("batch"),
-           "Has the call at this place be `client.run(layer, batch)`. Errors of a run are those of "
-           "Client.run.");
+           py::arg("layer"), py::arg("batch"), py::arg("count") = nullptr,
+           "Has the call at this place be `client.run(layer, batch)`, counted in `count`. Errors "
+           "of a run are those of Client.run.");
 }
 
 void bind_program_run(py::module_& module) {
@@ -242,6 +342,20 @@ void bind_program_run(py::module_& module) {
            py::arg("slots_address"), py::arg("positions_address") = 0,
            py::arg("token_ids_address") = 0, py::arg("cos_address") = 0, py::arg("sin_address") = 0,
            py::arg("num_positions") = 0, py::arg("table_width") = 0, py::arg("logits_address") = 0);
+  py::class_<PackedInputs, StepInputs>(
+      module, "PackedInputs",
+      "The inputs of a whole step over pages of 16 tokens, of which tokens are chosen. Slots and "
+      "positions follow from the plan; cosines, sines and logits are as StepInputs has them. A "
+      "draw for each row is (temperature, top_k, top_p, min_p, uniform), see draw_tokens. "
+      "ConfigError for a token id outside the vocabulary, and for other numbers of ids and draws "
+      "than rows.")
+      .def(py::init(&make_packed), py::keep_alive<1, 2>(), py::arg("plan"), py::arg("token_ids"),
+           py::arg("vocab_size"), py::arg("cos_address"), py::arg("sin_address"),
+           py::arg("num_positions"), py::arg("table_width"), py::arg("logits_address"),
+           py::arg("draws"))
+      .def_property_readonly(
+          "chosen", &chosen_tokens,
+          "The token chosen behind each row, -1 where the row's largest logit is not finite.");
   program_class(module).def(
       "run", &Program::run, py::arg("inputs"), py::arg("begin"), py::arg("end"),
       "Makes the calls begin..end - 1 and returns the seconds in which it waited for routed "

@@ -6,6 +6,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,7 +18,9 @@
 #include "base/clock.h"
 #include "bindings/client_box.h"
 #include "bindings/errors.h"
+#include "compute/cpu/thread_pool.h"
 #include "compute/operators/attention_plan.h"
+#include "compute/operators/draw.h"
 #include "compute/operators/row_copies.h"
 
 namespace dflash::bindings {
@@ -31,6 +34,24 @@ struct StepInputs {
   // Cosines and sines of all positions from 0 on, float32.
   compute::ByteRows cos = {}, sin = {};
   std::byte* logits = nullptr;  // float32 [num_rows, vocab_size], dense
+  // How the token behind each row is chosen, [num_rows], or empty where none is; and where to.
+  std::span<const compute::DrawForm> draws = {};
+  int64_t* chosen = nullptr;
+};
+
+// The inputs of a step that own their memory.
+struct PackedInputs : StepInputs {
+  PackedInputs() = default;
+  PackedInputs(const PackedInputs&) = delete;
+  PackedInputs& operator=(const PackedInputs&) = delete;
+
+  std::vector<int64_t> numbers;  // slots, positions, token ids and chosen tokens, each [num_rows]
+  std::vector<compute::DrawForm> forms;
+};
+
+// Counts the calls of the routed experts of one layer, by programs and by everybody else.
+struct CallCount {
+  std::atomic<uint64_t> value{0};
 };
 
 // A run that is under way, on one thread and without the GIL.
@@ -50,7 +71,8 @@ class ProgramRun {
   // Throws Python's exception where a signal has raised one, seen every kSignalPeriodNs.
   void see_signals();
 
-  Status submit(size_t place, uint32_t layer, const TokenBatch& batch);
+  // `count` may be null.
+  Status submit(size_t place, uint32_t layer, const TokenBatch& batch, CallCount* count);
   // Waits for what was submitted. Experts count as awaited from `since_ns` on.
   Status wait(int64_t since_ns);
 
@@ -77,6 +99,15 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   void append(Call call) { calls_.push_back(std::move(call)); }
+  // Appends a product, whose job reads weights: threads that have nothing to do since the product
+  // before it fetch the first of them.
+  void append_product(Call call, compute::ThreadPool& pool, compute::FirstReads reads) {
+    append([this, index = products_.size(), call = std::move(call)](ProgramRun& run) {
+      expect_behind(index);
+      return call(run);
+    });
+    products_.push_back({&pool, reads});
+  }
   size_t size() const { return calls_.size(); }
   // Keeps an object alive as long as the program: tensors whose memory the calls use. It must not
   // lead back to the program, because Python's collector does not look in here.
@@ -87,8 +118,9 @@ class Program {
   size_t append_experts();
   size_t append_submit();
   void append_wait();
+  // Each call is counted in `count`, which may be null.
   void bind_experts(size_t place, std::shared_ptr<ClientBox> box, uint32_t layer,
-                    const TokenBatchBox& batch);
+                    const TokenBatchBox& batch, std::shared_ptr<CallCount> count);
 
   // Runs calls begin..end - 1 and returns the seconds of awaited_ns and remote_ns. Raises the error
   // of the call that failed, after which `failed` is its place.
@@ -100,10 +132,28 @@ class Program {
     std::shared_ptr<ClientBox> box;  // null until it is bound
     uint32_t layer = 0;
     TokenBatchBox batch = {};
+    std::shared_ptr<CallCount> count;
   };
+
+  struct Product {
+    compute::ThreadPool* pool;
+    compute::FirstReads reads;
+  };
+
+  Status submit(ProgramRun& run, size_t place) {
+    const Experts& one = experts_[place];
+    return run.submit(place, one.layer, one.batch.batch, one.count.get());
+  }
+  // Tells the pool what the product behind this one reads; behind the last is the next step's
+  // first.
+  void expect_behind(size_t index) const {
+    const Product& behind = products_[(index + 1) % products_.size()];
+    behind.pool->expect(behind.reads);
+  }
 
   size_t num_rows_;
   std::vector<Call> calls_;
+  std::vector<Product> products_;  // in the order in which they run
   std::vector<Experts> experts_;
   std::vector<pybind11::object> owners_;
   std::optional<size_t> failed_;

@@ -127,9 +127,8 @@ struct ExpertClient::State {
   bool drive_until(Deadline until, Condition is_met) {
     while (!until.has_passed()) {
       if (!turns.acquire_to_drive(until)) continue;
-      const bool met = drive(until, is_met);
-      turns.release();
-      if (met) return true;
+      const Turn turn(turns, std::adopt_lock);
+      if (drive(until, is_met)) return true;
     }
     return false;
   }
@@ -228,10 +227,10 @@ bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
   State& state = *state_;
   while (!is_done() && !tick.has_passed()) {
     if (!state.turns.acquire_to_drive(tick)) continue;
+    const Turn turn(state.turns, std::adopt_lock);
     // The turn goes back whenever any call has ended, because its waiter sleeps until then.
     const uint64_t num_ended = state.engine.calls().num_ended();
     state.drive(tick, [&] { return is_done() || state.engine.calls().num_ended() != num_ended; });
-    state.turns.release();
   }
   return this->is_done(
       call);  // also for a caller who asks again and again without any time to wait
@@ -239,10 +238,10 @@ bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
 
 bool ExpertClient::is_done(const CallPtr& call) {
   if (!call->is_done.load(std::memory_order_acquire) && state_->turns.try_acquire()) {
+    const Turn turn(state_->turns, std::adopt_lock);
     // A caller that only asks and never waits can thus see its call end.
     state_->engine.drive(Deadline::at_ns(0), -1);
     state_->tell_keepers();
-    state_->turns.release();
   }
   return call->is_done.load(std::memory_order_acquire);
 }

@@ -57,10 +57,14 @@ class TurnTable {
   Bell bell_;                            // guarded by mutex_, but for its descriptor
 };
 
-// Holds a short turn for the length of a scope.
+// Holds a turn for the length of a scope, however that is left: what the engine does may throw
+// where memory has run out, and a turn that nobody gives back would be waited for without end.
 class Turn {
  public:
+  // A short turn, which it waits for.
   explicit Turn(TurnTable& table) : table_(table) { table_.acquire(); }
+  // The turn that this thread has got already.
+  Turn(TurnTable& table, std::adopt_lock_t) : table_(table) {}
   ~Turn() { table_.release(); }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;

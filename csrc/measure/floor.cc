@@ -4,10 +4,14 @@
 #include <linux/futex.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -78,30 +82,58 @@ class SharedPipe final : public Pipe {
 
 class SocketPipe final : public Pipe {
  public:
-  explicit SocketPipe(int socket) : socket_(socket) {}
+  SocketPipe(int socket, SocketHabit habit) : socket_(socket), habit_(habit) {}
 
   Status send(std::span<const std::byte> payload) override {
-    while (!payload.empty()) {
-      const ssize_t taken = ::send(socket_, payload.data(), payload.size(), MSG_NOSIGNAL);
+    // Prefix and payload leave in one write, as a channel's do.
+    iovec pieces[] = {
+        {prefix_.data(),                         habit_ == SocketHabit::kTwoReads ? prefix_.size() : 0},
+        {const_cast<std::byte*>(payload.data()), payload.size()                                       }
+    };
+    for (size_t left = pieces[0].iov_len + payload.size(); left > 0;) {
+      msghdr message{};
+      message.msg_iov = pieces;
+      message.msg_iovlen = 2;
+      const ssize_t taken = ::sendmsg(socket_, &message, MSG_NOSIGNAL);
       if (taken < 0) return system_error("send");
-      payload = payload.subspan(static_cast<size_t>(taken));
+      left -= static_cast<size_t>(taken);
+      size_t sent = static_cast<size_t>(taken);
+      for (iovec& piece : pieces) {
+        const size_t of_piece = std::min(sent, piece.iov_len);
+        piece.iov_base = static_cast<std::byte*>(piece.iov_base) + of_piece;
+        piece.iov_len -= of_piece;
+        sent -= of_piece;
+      }
     }
     return ok();
   }
 
   Result<std::span<const std::byte>> receive(std::span<std::byte> private_memory) override {
-    for (size_t received = 0; received < private_memory.size();) {
-      const ssize_t got =
-          ::recv(socket_, private_memory.data() + received, private_memory.size() - received, 0);
-      if (got < 0) return errno == EAGAIN ? no_answer() : system_error("recv");
-      if (got == 0) return Error{ErrorCode::kWorkerLost, "floor: the other end closed"};
-      received += static_cast<size_t>(got);
-    }
+    if (habit_ == SocketHabit::kTwoReads) DFLASH_TRY(fill(prefix_));
+    DFLASH_TRY(fill(private_memory));
     return std::span<const std::byte>(private_memory);
   }
 
  private:
+  Status fill(std::span<std::byte> rest) {
+    const bool polls = habit_ == SocketHabit::kPolls;
+    while (!rest.empty()) {
+      const ssize_t got = ::recv(socket_, rest.data(), rest.size(), polls ? MSG_DONTWAIT : 0);
+      if (got > 0) {
+        rest = rest.subspan(static_cast<size_t>(got));
+        continue;
+      }
+      if (got == 0) return Error{ErrorCode::kWorkerLost, "floor: the other end closed"};
+      if (errno != EAGAIN) return system_error("recv");
+      pollfd readable{socket_, POLLIN, 0};
+      if (!polls || ::poll(&readable, 1, kTimeoutNs / 1'000'000) <= 0) return no_answer();
+    }
+    return ok();
+  }
+
   int socket_;
+  SocketHabit habit_;
+  std::array<std::byte, 16> prefix_{};
 };
 
 Status set_timeouts(int socket) {
@@ -201,6 +233,14 @@ Result<FloorKind> parse_floor_kind(std::string_view name) {
                "floor kind '" + std::string(name) + "' is none of spin, futex, unix, tcp, tls"};
 }
 
+Result<SocketHabit> parse_socket_habit(std::string_view name) {
+  if (name == "bare") return SocketHabit::kBare;
+  if (name == "two reads") return SocketHabit::kTwoReads;
+  if (name == "polls") return SocketHabit::kPolls;
+  return Error{ErrorCode::kInvalidArgument,
+               "a socket's habit '" + std::string(name) + "' is none of bare, two reads, polls"};
+}
+
 Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
   if (options.kind == FloorKind::kSpin || options.kind == FloorKind::kFutex)
     return shared_ping_pong(options);
@@ -217,8 +257,8 @@ Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
     if (!worker.ok()) return std::move(worker).error();
     return ping_pong(*host.value(), *worker.value(), options);
   }
-  SocketPipe host(host_socket);
-  SocketPipe worker(worker_socket);
+  SocketPipe host(host_socket, options.habit);
+  SocketPipe worker(worker_socket, options.habit);
   return ping_pong(host, worker, options);
 }
 

@@ -38,6 +38,14 @@ Result<std::vector<int64_t>> round_trip(transport::Channel& host, const RoundTri
 Result<uint64_t> echo(transport::Channel& worker, int64_t spin_ns, int64_t idle_timeout_ns,
                       int cpu);
 
+// What a socket's ping-pong does beyond one write and one blocking read, to tell what that costs.
+enum class SocketHabit : uint8_t {
+  kBare,
+  kTwoReads,  // a prefix of 16 bytes is sent along, and has a read of its own
+  kPolls,     // tries a read, sleeps in poll where nothing has come, and reads again
+};
+Result<SocketHabit> parse_socket_habit(std::string_view name);  // "bare", "two reads" or "polls"
+
 enum class FloorKind : uint8_t { kSpin, kFutex, kUnix, kTcp, kTls };
 Result<FloorKind> parse_floor_kind(
     std::string_view name);  // "spin", "futex", "unix", "tcp" or "tls"
@@ -49,6 +57,7 @@ struct FloorOptions {
   uint32_t warmup = 0;
   int host_cpu = -1;
   int worker_cpu = -1;
+  SocketHabit habit = SocketHabit::kBare;  // of unix and tcp
 };
 // A raw ping-pong between two threads with one copy per direction (for sockets, one write and one
 // read). Samples are in nanoseconds. Errors: kSystem, kTimeout after ten seconds without an answer.

@@ -44,7 +44,7 @@ SIZES = tuple(key for key in IDENTITY if key not in ("name", "backend", "kernel"
 FREE_PARAMS = {
     "processes", "repeat", "stream_repeat", "batches", "modes", "dtypes", "prompt_tokens", "payloads", "local_left_out",
     "families", "cores_usable", "oversubscribed", "pinned", "rounds", "estimate_s", "batch", "warmup", "with_loop", "kv_tokens",
-    "huge_pages", "sequences", "prefill",
+    "huge_pages", "sequences", "prefill", "concurrency", "url", "tokens_per_word",
 }  # fmt: skip
 
 

@@ -46,6 +46,13 @@ ADDS_TO = {"tls": "tcp"}
 # This is far above any round trip measured here, so that "spinning" means never to sleep.
 SPIN_NS = 50_000_000
 TIMEOUT_S = 60.0
+# What a socket's channel adds to the bare socket is measured with one row of hidden size 2048 in
+# f32, step by step: raw ping-pongs with one habit more than one write and one blocking read, and
+# the channel asleep and with the spinning that a call does where cores suffice.
+ADDS_OVER = ("unix", "tcp")
+ADDS_PAYLOAD = 8192
+HABITS = ("bare", "two reads", "polls")
+CHANNEL_SPINS = {"channel, asleep": 0, "channel, spinning first": 50_000}
 # An expert call is measured over these, of a layer of so many experts, in as many calls.
 CALLED_OVER = ("loopback", "shared", "unix", "tcp")
 HIDDEN_SIZE, NUM_EXPERTS, TOP_K = 2048, 8, 2
@@ -64,6 +71,7 @@ class IpcParams:
     max_rounds: int = 2000
     bytes_per_batch: int = 256 << 20
     calls: tuple[str, ...] = CALLED_OVER
+    adds: tuple[str, ...] = ADDS_OVER
 
 
 def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResult:
@@ -81,13 +89,18 @@ def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResu
     for kind in set(params.kinds) - set(kinds):
         recorder.reporter.say(f"{kind}: skipped, spinning needs two cores")
     cases = [(kind, payload_bytes) for kind in kinds for payload_bytes in params.payloads]
-    total = len(cases) + len(params.calls)
+    adds = params.adds if two_cores else ()
+    total = len(cases) + len(adds) + len(params.calls)
     with recorder.recording():
         for done, (kind, payload_bytes) in enumerate(cases):
             recorder.reporter.advance(done, total, f"{kind} {payload_bytes} B")
             result.rows.append(_row(kind, payload_bytes, params, pinned))
             recorder.save()
-        for done, transport in enumerate(params.calls, len(cases)):
+        for done, transport in enumerate(adds, len(cases)):
+            recorder.reporter.advance(done, total, f"what a channel adds over {transport}")
+            result.rows += _added_rows(transport, params, pinned)
+            recorder.save()
+        for done, transport in enumerate(params.calls, len(cases) + len(adds)):
             recorder.reporter.advance(done, total, f"expert calls over {transport}")
             result.rows.append(_measure_call(transport, pinned))
             recorder.save()
@@ -124,7 +137,33 @@ def _row(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int, in
     }
 
 
-def _round_trips(kind: str, payload_bytes: int, rounds: int, warmup: int, pinned: tuple[int, int]) -> list[int]:
+def _added_rows(transport: str, params: IpcParams, pinned: tuple[int, int]) -> list[dict[str, Any]]:
+    """Returns a row for each step from the bare socket to the channel, taken in turns."""
+    rounds = min(params.max_rounds, params.bytes_per_batch // (4 * ADDS_PAYLOAD))
+    samples: dict[str, list[int]] = {step: [] for step in (*HABITS, *CHANNEL_SPINS)}
+    for _ in range(params.batches):
+        for habit in HABITS:
+            samples[habit] += _measure.ipc_floor(transport, ADDS_PAYLOAD, rounds, rounds // 10, pinned, habit)
+        for step, spin_ns in CHANNEL_SPINS.items():
+            samples[step] += _round_trips(transport, ADDS_PAYLOAD, rounds, rounds // 10, pinned, spin_ns)
+    bare_us = statistics.median(samples[HABITS[0]]) / 1e3
+    return [
+        {
+            "name": f"adds_{transport}",
+            "step": step,
+            "payload_bytes": ADDS_PAYLOAD,
+            **timing_fields([ns / 1e9 for ns in taken], per_round=rounds),
+            "p50_us": statistics.median(taken) / 1e3,
+            "p99_us": percentile(taken, 0.99) / 1e3,
+            "bare_us": bare_us,
+        }
+        for step, taken in samples.items()
+    ]
+
+
+def _round_trips(
+    kind: str, payload_bytes: int, rounds: int, warmup: int, pinned: tuple[int, int], spin_ns: int | None = None
+) -> list[int]:
     """Starts an echo process on the worker's end, measures from the host's end, and reaps the echo
     in every case.
     """
@@ -132,7 +171,8 @@ def _round_trips(kind: str, payload_bytes: int, rounds: int, warmup: int, pinned
     geometry = _core.Geometry(2, slot_bytes, slot_bytes)
     if kind == "loopback":
         return _loopback_round_trips(geometry, payload_bytes, rounds, warmup, pinned)
-    spin_ns = SPIN_NS if kind == "shared" else 0
+    if spin_ns is None:
+        spin_ns = SPIN_NS if kind == "shared" else 0
     # Both ends are made here; each process then moves one of them and leaves the other alone.
     host, worker = _both_ends(kind, geometry)
     echo_pid = os.fork()

@@ -95,7 +95,7 @@ class Workload:
 def _step(forward: Forward, rows: Sequence[StepRows]) -> list[list[int]]:
     """Computes one step, and returns the next token of each sequence."""
     with forward.begin(rows) as step:
-        return [[token] for token in step.run().argmax(dim=-1).tolist()]
+        return [[token] for token in step.most_likely(len(rows))]
 
 
 @dataclass(slots=True)

@@ -77,13 +77,20 @@ def layer_timeline(traces: Sequence[Mapping[str, int]], names: Sequence[str], fo
 
 def clock_offset(traces: Iterable[Mapping[str, int]]) -> int:
     """Returns the worker's clock minus the host's, from the round trip that spent least time on the
-    link. It is off by at most half of that time.
+    link. It is off by `clock_uncertainty` at most.
     """
-
-    def link_ns(trace: Mapping[str, int]) -> int:
-        return (trace["arrived_ns"] - trace["published_ns"]) - (trace["worker_finished_ns"] - trace["worker_received_ns"])
-
-    best = min(traces, key=link_ns)
+    best = min(traces, key=_link_ns)
     out = best["worker_received_ns"] - best["published_ns"]
     back = best["arrived_ns"] - best["worker_finished_ns"]
     return (out - back) // 2
+
+
+def clock_uncertainty(traces: Iterable[Mapping[str, int]]) -> int:
+    """Returns by how many nanoseconds `clock_offset` may be off: half of the least time that a
+    round trip spent on the link, all of which may have been on one way.
+    """
+    return (max(0, min(map(_link_ns, traces))) + 1) // 2
+
+
+def _link_ns(trace: Mapping[str, int]) -> int:
+    return (trace["arrived_ns"] - trace["published_ns"]) - (trace["worker_finished_ns"] - trace["worker_received_ns"])

@@ -201,15 +201,16 @@ def given_topology(path: Path | None) -> Topology:
     return dataclasses.replace(Topology.local(1, threads=None), source=FITTED)
 
 
-def topology_for(path: Path | None, model: Path, overrides: Mapping[str, Any]) -> Topology:
+def topology_for(path: Path | None, model: Path, overrides: Mapping[str, Any], *, front_bytes: int = 0) -> Topology:
     """Reads the topology file. Without one the model is fitted to this machine, and the plan is
-    said in at most eight lines. Errors are those of `Topology.load` and `fit_here`.
+    said in at most eight lines; it leaves `front_bytes` of memory to a server's front. Errors are
+    those of `Topology.load` and `fit_here`.
     """
     if path is not None:
         return load_topology(path)
     from dflash_moe.forward.fitted import fit_here
 
-    return fit_here(model, overrides).topology
+    return fit_here(model, overrides, front_bytes=front_bytes).topology
 
 
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:

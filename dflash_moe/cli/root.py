@@ -24,6 +24,7 @@ COMMANDS = {
         "demo": "two workers and a small model: a first look, 2 minutes",
         "chat": "talk with a model",
         "generate": "complete a prompt, or a file of prompts",
+        "serve": "a model for clients of OpenAI's and Anthropic's APIs",
         "llama": "llama-server and its like, their experts computed here",
     },
     "Models, machines": {
@@ -32,6 +33,7 @@ COMMANDS = {
         "doctor": "what this machine can do, which settings hold and why",
         "worker": "run one worker by hand, here or on another machine",
         "workers": "list, add, drain, restart workers of a running host",
+        "top": "watch the workers of a running host",
         "key": "make the key that host and workers share",
     },
     "Prove, measure": {
@@ -39,17 +41,17 @@ COMMANDS = {
         "diff": "where two runs part: layer, token, expert",
         "replay": "prove a receipt of `generate --receipt` again",
         "bench": "measure this machine, compare results, draw them",
+        "profile": "a timeline of host, links and workers, for Perfetto",
         "simulate": "failures in virtual time: wrong numbers, hangs",
     },
 }
-FOLDERS = {"bench", "chat", "doctor", "generate", "llama"}
+FOLDERS = {"bench", "chat", "doctor", "generate", "llama", "top"}
 NAMES = tuple(name for commands in COMMANDS.values() for name in commands)
 # What other programs call a command, and what this one says to it.
 ELSEWHERE = {
     "run": "`chat` talks with a model, `generate` completes a prompt",
     "complete": "`generate` completes a prompt",
-    "serve": "there is no server of its own yet; `llama -- llama-server` runs llama.cpp's with our workers",
-    "server": "there is no server of its own yet; `llama -- llama-server` runs llama.cpp's with our workers",
+    "server": "it is `serve`; `llama -- llama-server` runs llama.cpp's with our workers",
     "inspect": "it is `model inspect`",
     "show": "it is `model inspect`",
     "info": "it is `doctor` for this machine, and `model inspect` for a model",
@@ -83,12 +85,11 @@ class Root(Group):
         return self.commands.get(cmd_name)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        # Without a line between it and the usage all of it fits a screen of 24 lines.
+        # Without empty lines around it and before the end all of it fits a screen of 24 lines.
         with formatter.indentation():
             formatter.write_text(SUMMARY)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        formatter.write_paragraph()
         for group, commands in COMMANDS.items():
             formatter.write_heading(group)
             formatter.indent()
@@ -97,7 +98,6 @@ class Root(Group):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
-        formatter.write_paragraph()
         formatter.write_text("`help COMMAND` says more. Also: version, -v, --install-completion, --debug")
 
 

@@ -22,7 +22,13 @@ LONGEST_S = 86_400.0
 
 PidOption = Annotated[
     int | None,
-    typer.Option("--pid", min=1, help="The host's process id [default: the only host that runs].", show_default=False),
+    typer.Option(
+        "--pid",
+        min=1,
+        metavar="PID",
+        help="The number of the host's process [default: the only host that runs].",
+        show_default=False,
+    ),
 ]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The worker's name.", show_default=False)]
 DrainOption = Annotated[

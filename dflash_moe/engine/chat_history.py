@@ -14,12 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dflash_moe.engine.prompt_check import LengthLimit
+from dflash_moe.engine.seen_text import SeenText, seen_with
 from dflash_moe.errors import ConfigError
-from dflash_moe.integrations.tokenizer import decode, encode_with_ends
-
-# Of so many tokens before an answer its text is decoded with, because a token's text may depend on
-# what is before it.
-_CONTEXT = 4
+from dflash_moe.integrations.tokenizer import encode_with_ends
 
 # gpt-oss writes several messages for one answer, of which its template takes the last
 # (https://cookbook.openai.com/articles/openai-harmony, "Channels").
@@ -70,14 +67,6 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Computed:
-    """What the model has computed of a conversation up to some answer, and its text."""
-
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class _Turn:
     """A question with its answer. `computed` ends with the answer; it is None where this model has
     not written it, or what was before it has changed since.
@@ -85,7 +74,7 @@ class _Turn:
 
     question: str
     answer: str
-    computed: _Computed | None
+    computed: SeenText | None
     num_left_out: int = 0
 
 
@@ -155,10 +144,8 @@ class ChatHistory:
 
     def answer(self, prompt: Prompt, token_ids: Sequence[int], text: str) -> None:
         """Adds a question and its answer: the ids as generated, and the text as shown."""
-        context = prompt.token_ids[-_CONTEXT:]
-        before = self._decoded(context)
-        written = self._decoded([*context, *token_ids])[len(before) :]
-        computed = _Computed((*prompt.token_ids, *token_ids), prompt.text + written)
+        computed = seen_with(self._tokenizer, prompt.token_ids, prompt.text, token_ids)
+        written = computed.text[len(prompt.text) :]
         turn = _Turn(prompt.question, _content(written, text), computed, prompt.num_left_out)
         self._turns, self._why_anew = (*self._turns, turn), ""
 
@@ -198,8 +185,8 @@ class ChatHistory:
         self._why_anew = why if turns else ""
 
     @property
-    def _computed(self) -> _Computed:
-        return (self._turns[-1].computed if self._turns else None) or _Computed()
+    def _computed(self) -> SeenText:
+        return (self._turns[-1].computed if self._turns else None) or SeenText()
 
     def _messages(self, left_out: int) -> list[Message]:
         found = _system_message(self._system)
@@ -243,25 +230,9 @@ class ChatHistory:
         """Returns the ids of a rendered conversation, with those that were computed as they were;
         and why they are not its beginning, empty where they are.
         """
-        token_ids, ends = encode_with_ends(self._tokenizer, text)
-        computed = self._computed
-        seen = len(computed.token_ids)
         if self._why_anew:
-            return token_ids, self._why_anew
-        if tuple(token_ids[:seen]) == computed.token_ids:
-            return token_ids, ""
-        if not text.startswith(computed.text):
-            return token_ids, "the template renders the latest answer otherwise than the model wrote it"
-        # Only where a token ends with the seen text do the later ones say what is behind it.
-        place = next((place for place, end in enumerate(ends) if end >= len(computed.text)), None)
-        if place is None or ends[place] != len(computed.text):
-            return token_ids, "no token ends where the latest answer does"
-        while place + 1 < len(ends) and ends[place + 1] == len(computed.text):
-            place += 1
-        return [*computed.token_ids, *token_ids[place + 1 :]], ""
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        return decode(self._tokenizer, token_ids, skip_special_tokens=False)
+            return encode_with_ends(self._tokenizer, text)[0], self._why_anew
+        return self._computed.continued(self._tokenizer, text)
 
 
 def _system_message(text: str | None) -> list[Message]:

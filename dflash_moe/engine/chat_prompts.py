@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import ConfigError, RequestCancelled, shown
-from dflash_moe.integrations.chat_template import TemplateRenderer, find_chat_template, special_tokens
+from dflash_moe.integrations.chat_template import TemplateRenderer, find_chat_template, most_text_bytes, special_tokens
 from dflash_moe.integrations.tokenizer import encode_with_ends
 
 Message = Mapping[str, Any]
@@ -44,8 +44,9 @@ class ChatPrompts:
     `close` ends that process.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        """`path` is the model's, whose requests have at most `max_tokens` tokens."""
+        self._path, self._max_tokens = path, max_tokens
         self._renderer: TemplateRenderer | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -57,18 +58,7 @@ class ChatPrompts:
         Errors: ConfigError for messages that are none or that the template refuses,
         UnsupportedError for a model without a template, CheckpointError for one that fails.
         """
-        given = [_message(place, message) for place, message in enumerate(messages, start=1)]
-        variables = dict(variables or {})
-        try:
-            json.dumps([given, variables])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"the conversation holds something that no template can be given: {error}; pass texts, numbers, lists and "
-                "dictionaries with texts as keys"
-            ) from None
-        taken = sorted({"messages", "template"} & variables.keys())
-        if taken:
-            raise ConfigError(f"chat_template_kwargs: {taken[0]} is not allowed; it is given otherwise")
+        given, variables = conversation(messages, variables or {})
         return encode_with_ends(tokenizer, self._renderer_of(tokenizer).render(given, **variables))[0]
 
     def _renderer_of(self, tokenizer: Any) -> TemplateRenderer:
@@ -77,7 +67,8 @@ class ChatPrompts:
                 raise RequestCancelled("the engine is closed; open another one")
             if self._renderer is None:
                 template = find_chat_template(self._path, tokenizer)
-                self._renderer = TemplateRenderer(template, special_tokens(tokenizer))
+                most = most_text_bytes(tokenizer, self._max_tokens)
+                self._renderer = TemplateRenderer(template, special_tokens(tokenizer), max_text_bytes=most)
             return self._renderer
 
     def close(self) -> None:
@@ -87,6 +78,25 @@ class ChatPrompts:
             renderer, self._renderer = self._renderer, None
         if renderer is not None:
             renderer.close()
+
+
+def conversation(messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns messages as templates expect them, and copies of further variables. Raises
+    ConfigError for what no template can be given.
+    """
+    given = [_message(place, message) for place, message in enumerate(messages, start=1)]
+    variables = dict(variables)
+    try:
+        json.dumps([given, variables])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the conversation holds something that no template can be given: {error}; pass texts, numbers, lists and "
+            "dictionaries with texts as keys"
+        ) from None
+    taken = sorted({"messages", "template", "self"} & variables.keys())
+    if taken:
+        raise ConfigError(f"chat_template_kwargs: {taken[0]} is not allowed; it is given otherwise")
+    return given, variables
 
 
 def _message(place: int, message: Message) -> dict[str, Any]:

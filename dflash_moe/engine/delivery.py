@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import Any
 
 from dflash_moe.engine.request import TokenDelta
 from dflash_moe.errors import DflashError, EngineError, QueueFull, WorkerTimeout
+
+log = logging.getLogger(__name__)
 
 # A waiting caller looks this often whether the engine thread is alive.
 LOOK_S = 1.0
@@ -154,6 +157,43 @@ class StreamGroup:
         return self._door.take_group(self)
 
 
+class Outbox:
+    """Where the tokens of all requests of one client go, however many there are. It costs a step
+    one call, where streams cost one waiter for each request.
+    """
+
+    def __init__(self, deliver: Callable[[list[tuple[int, TokenDelta]]], None]) -> None:
+        """The engine thread calls `deliver` at most once a step, with all deltas of the step that
+        belong here, each with the id of its request. No lock is held then, and all requests wait
+        meanwhile: it must not block, and does no more than put them into a queue and ring. Deltas
+        of a request may come before `Engine.submit` has returned its id.
+
+        What it raises is logged and ends the requests of this outbox, of which nobody hears any
+        more; others go on.
+        """
+        self._deliver = deliver
+        self._deltas: list[tuple[int, TokenDelta]] = []
+        # Whether `deliver` has raised. Read by any thread, set by the engine's.
+        self.has_failed = False
+
+    # Only the engine thread calls these.
+    def put(self, request_id: int, delta: TokenDelta) -> None:
+        """Adds a delta to those of this step."""
+        self._deltas.append((request_id, delta))
+
+    def send(self) -> bool:
+        """Delivers what was put. Returns False where that fails, once and for all."""
+        deltas, self._deltas = self._deltas, []
+        if self.has_failed:
+            return False
+        try:
+            self._deliver(deltas)
+        except BaseException:  # noqa: BLE001 - whatever a client's code raises, the engine goes on
+            log.exception("an outbox has failed, and its requests end with it")
+            self.has_failed = True
+        return not self.has_failed
+
+
 class EngineDoor:
     """The commands that wait for the engine thread, and the streams that callers wait at."""
 
@@ -166,6 +206,8 @@ class EngineDoor:
         self._num_waiting = 0
         self._seconds_per_request = 0.0
         self._closed: DflashError | None = None
+        # Why requests are refused and nothing else is.
+        self._draining: DflashError | None = None
         self._is_asleep = False
         self._bell = Bell()
         self._is_alive: Callable[[], bool] = lambda: True
@@ -185,6 +227,8 @@ class EngineDoor:
                     return
                 raise self._closed.reworded(str(self._closed))
             if isinstance(command, Submit):
+                if self._draining is not None:
+                    raise self._draining.reworded(str(self._draining))
                 self._refuse_more(len(command.requests))
             self._wake()
             self._commands.append(command)
@@ -207,6 +251,15 @@ class EngineDoor:
                 f"again in {retry_after_s:.0f} s",
                 retry_after_s=retry_after_s,
             )
+
+    def drain(self, error: DflashError) -> None:
+        """Refuses requests from now on with this error, and takes all other commands."""
+        with self._lock:
+            self._draining = self._draining or error
+
+    def refusal(self) -> str:
+        """Returns why no request is taken, empty where they are."""
+        return str(self._closed or self._draining or "")
 
     def take(self, stream: TokenStream, timeout: float | None) -> list[TokenDelta]:
         """As `TokenStream.take`."""

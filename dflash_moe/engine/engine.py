@@ -14,20 +14,21 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 from dflash_moe import _core
-from dflash_moe.engine.delivery import Bell, BetweenSteps, Cancel, Command, EngineDoor, Submit, TokenStream
+from dflash_moe.engine.delivery import Bell, BetweenSteps, Cancel, EngineDoor, Outbox, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
-from dflash_moe.engine.engine_stats import EngineStats
+from dflash_moe.engine.engine_stats import EngineStats, StepTimes
+from dflash_moe.engine.open_requests import OpenRequests
 from dflash_moe.engine.prompt_check import LengthLimit, LengthWarning, checked_prompt, length_limit
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.engine.sampling.sampling_state import SamplingState
-from dflash_moe.engine.sampling.token_masks import MaskRequest, MaskThread
-from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan, begins_followers
-from dflash_moe.engine.speculate import Speculator
+from dflash_moe.engine.schedule import StepPlan
+from dflash_moe.engine.step_planner import StepPlanner
 from dflash_moe.engine.step_run import Outcome, StepRun, StepRuns
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, shown
 from dflash_moe.forward.forward import Forward
@@ -57,32 +58,13 @@ class Engine:
         self.settings = settings = settings or EngineSettings()
         self._forward = forward
         self._eos = eos_token_ids
-        limits = Limits(
-            settings.max_batch_tokens, min(settings.max_requests, settings.max_batch_tokens), settings.order == "packing",
-            settings.prefix_cache,
-        )  # fmt: skip
-        self._scheduler = Scheduler(forward, limits)
-        self._speculates = settings.speculate != "off" and forward.cuts_prompts
-        self._speculator = Speculator(settings.speculate, expert_share=settings.expert_share)
-        self._masks = MaskThread(forward.vocab_size)
-        # Requests whose next mask nobody was asked for yet.
-        self._unasked: list[Request] = []
-        # Those of requests that have ended since the latest exchange, which are dropped together.
-        self._unwanted: list[Hashable] = []
-        self._steps = StepRuns(forward, self._masks)
         self._stats = EngineStats()
+        self._planner = StepPlanner(forward, settings, self._stats)
+        self._steps = StepRuns(forward, self._planner.masks)
         self._length_warning = LengthWarning(forward)
         self._door = EngineDoor(settings.max_queue, lock)
+        self._open = OpenRequests(self._door, self._planner, self._stats)
         self._ids = itertools.count(1)
-        self._orders = itertools.count()
-        # Choices that have not ended, by request id.
-        self._open: dict[int, list[Request]] = {}
-        self._num_open = 0
-        self._deltas: list[tuple[TokenStream, TokenDelta]] = []
-        self._ended_at = time.monotonic()
-        self._seconds_per_request = 0.0
-        # The plan of the next step, where it was made while the latest one was computed.
-        self._ahead: StepPlan | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dflash-moe-engine", daemon=True)
         self._door.watch(self._thread.is_alive)
@@ -90,29 +72,95 @@ class Engine:
         self._thread.start()
 
     # -- any thread ------------------------------------------------------------------------------
-    def submit(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> TokenStream:
-        """Has a prompt completed, and returns where its tokens come. Raises ConfigError for a
-        prompt or parameters that can never be computed, QueueFull where too many wait, and
-        RequestCancelled where the engine is closed; each names the request.
+    @overload
+    def submit(
+        self, token_ids: Sequence[int], params: SamplingParams | None = None, *, outbox: None = None, cache_salt: bytes = b""
+    ) -> TokenStream: ...
+    @overload
+    def submit(
+        self, token_ids: Sequence[int], params: SamplingParams | None = None, *, outbox: Outbox, cache_salt: bytes = b""
+    ) -> int: ...
+    def submit(
+        self, token_ids: Sequence[int], params: SamplingParams | None = None, *, outbox: Outbox | None = None,
+        cache_salt: bytes = b"",
+    ) -> TokenStream | int:  # fmt: skip
+        """Has a prompt completed, and returns the stream of its tokens; with an `outbox`, to which
+        they go instead, the id of the request. What the prefix cache has of a prompt is found by
+        requests with the same `cache_salt` alone.
+
+        Raises ConfigError for a prompt or parameters that can never be computed, QueueFull where
+        too many wait, and RequestCancelled where the engine is drained or closed, or the outbox has
+        failed; each names the request.
         """
         params = SamplingParams() if params is None else params
         request_id = next(self._ids)
         name = f"request {request_id}"
         prompt = checked_prompt(self._forward, name, token_ids, params, self.settings)
         self._length_warning.look(name, len(prompt), params.max_tokens)
-        stream = TokenStream(self._door, request_id, params.n)
+        if not isinstance(cache_salt, bytes):
+            raise ConfigError(f"{name}: cache_salt {shown(cache_salt)} is not allowed; allowed: bytes")
+        if outbox is not None and outbox.has_failed:
+            raise RequestCancelled(f"{name}: its outbox has failed, and takes no tokens any more; make another one")
+        sink = TokenStream(self._door, request_id, params.n) if outbox is None else outbox
         try:
-            self._door.send(Submit(tuple(self._requests(request_id, prompt, params, stream))))
+            self._door.send(Submit(tuple(self._requests(request_id, prompt, params, sink, cache_salt))))
         except DflashError as error:
             raise error.reworded(f"{name}: {error}") from None
-        return stream
+        return request_id if isinstance(sink, Outbox) else sink
+
+    def cancel(self, request_id: int, choice: int | None = None) -> None:
+        """Ends a request, or one choice of it, within one step. Where it has ended already, nothing
+        happens.
+        """
+        self._door.send(Cancel(request_id, choice))
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a request unless it ignores them."""
+        return self._eos
 
     @property
     def length_limit(self) -> LengthLimit:
         """The most tokens that a request may have, its prompt included, and why no more."""
         return length_limit(self._forward, self.settings)
 
-    def _requests(self, request_id: int, prompt: list[int], params: SamplingParams, stream: TokenStream) -> list[Request]:
+    def room(self, num_prompt: int) -> int:
+        """Returns the most `max_tokens` that a prompt of so many tokens may ask for, 0 where it is
+        too long for any.
+        """
+        return max(0, self.length_limit.num_tokens - num_prompt)
+
+    def refusal(self) -> str:
+        """Returns why no request is taken now, empty where they are."""
+        return self._door.refusal()
+
+    def drain(self, deadline_s: float) -> bool:
+        """Takes no new requests from now on, waits at most `deadline_s` seconds until the open ones
+        have ended, and then cancels the rest. Returns whether all have ended by themselves.
+
+        Refused and cancelled are requests with RequestCancelled of code "draining"; all else goes
+        on, and the engine has yet to be closed. Raises what has closed it, where something has.
+        """
+        error = RequestCancelled("the engine is draining and takes no more requests; send them to another one", code="draining")
+        self._door.drain(error)
+        drained = Bell()
+        self._door.send(BetweenSteps(lambda: self._open.drained.append(drained)))
+        if drained.wait(max(0.0, deadline_s)):
+            # An engine that was closed meanwhile, or has died, has ended them.
+            return not self._stopping
+        late = error.reworded(f"it had not ended {deadline_s:g} s after the engine began to drain")
+        num_late: list[int] = []
+
+        def end_late() -> None:
+            num_late.append(self._open.num)
+            self._open.end_all(CANCELLED, late)
+
+        self._between_steps(end_late, CLOSE_S + self.settings.call_timeout_s)
+        return num_late == [0]
+
+    def _requests(
+        self, request_id: int, prompt: list[int], params: SamplingParams, sink: TokenStream | Outbox, cache_salt: bytes
+    ) -> list[Request]:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         max_length = len(prompt) + params.max_tokens
@@ -121,7 +169,7 @@ class Engine:
             Request(
                 request_id, choice, 0, list(prompt), len(prompt), params,
                 SamplingState(params, seed=seed, choice=choice, prompt_ids=prompt),
-                self._forward.block_hashes(max_length), stream, stops, times=RequestTimes(submitted=now),
+                self._forward.block_hashes(max_length).salted(cache_salt), sink, stops, times=RequestTimes(submitted=now),
             )
             for choice in range(params.n)
         ]  # fmt: skip
@@ -132,27 +180,31 @@ class Engine:
         found = self._stats.report()
         found |= {
             "read_back_bytes": self._steps.read_back_bytes,
-            "waiting": self._num_open - len(self._scheduler.running),
-            "running": len(self._scheduler.running),
-            "preemptions": self._scheduler.num_preempted,
+            "waiting": self._open.num - len(self._planner.scheduler.running),
+            "running": len(self._planner.scheduler.running),
+            "preemptions": self._planner.scheduler.num_preempted,
             "blocks": {
                 "total": pool.num_blocks, "free": pool.num_free, "cached": pool.num_cached, "evicted": pool.num_evicted,
                 "tokens": pool.block_tokens,
             },
             **self._forward.stats(),
-            "speculation": dataclasses.asdict(self._speculator.stats()),
+            "speculation": dataclasses.asdict(self._planner.speculator.stats()),
         }  # fmt: skip
         return found
+
+    def record_steps(self, steps: deque[StepTimes] | None) -> None:
+        """Has the times of all later steps appended, until it is called with None."""
+        self._between_steps(lambda: setattr(self._stats, "recorded", steps), CLOSE_S + self.settings.call_timeout_s)
 
     def check_integrity(self, timeout_s: float = 30.0) -> None:
         """Compares the books of blocks with the sequences that there are, between two steps. Raises
         EngineError where they differ.
         """
-        self._between_steps(self._check_blocks, timeout_s)
+        self._between_steps(self._planner.check_blocks, timeout_s)
 
     def drop_prefix_cache(self) -> None:
         """Forgets all cached prefixes, so that a measurement does not find its own prompts."""
-        self._between_steps(self._forget_cached, 30.0)
+        self._between_steps(self._planner.forget_cached, 30.0)
 
     def settle(self) -> None:
         """Returns once the engine thread has heard what was sent to it before, between two steps.
@@ -193,7 +245,7 @@ class Engine:
                 log.warning("the engine thread did not end within %g s", CLOSE_S + self.settings.call_timeout_s)
                 # Who still waits for it learns that no answer comes.
                 self._door.watch(lambda: False)
-        self._masks.close()
+        self._planner.masks.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -207,7 +259,7 @@ class Engine:
         error: DflashError = RequestCancelled("the engine was closed before the request had ended")
         try:
             while not self._stopping:
-                if self._scheduler.has_work:
+                if self._planner.scheduler.has_work:
                     self._step()
                 else:
                     self._deliver(wait=True)
@@ -227,69 +279,37 @@ class Engine:
             self._deliver(wait=False)
         except Exception:
             log.exception("the last commands of an engine have failed")
-        for request in [one for choices in self._open.values() for one in choices]:
-            named = error.reworded(f"{request.name}: {error}")
-            try:
-                self._end(request, reason, named)
-            except Exception:
-                log.exception("%s: its blocks could not be given back", request.name)
-                self._deltas.append((request.stream, TokenDelta(request.choice, finish_reason=reason, error=named)))
-        self._exchange(wait=False)
-
-    def _exchange(self, *, wait: bool) -> list[Command]:
-        deltas, self._deltas = self._deltas, []
-        if self._unwanted:
-            self._masks.drop(self._unwanted)
-            self._unwanted = []
-        num_waiting = self._num_open - len(self._scheduler.running)
-        began = time.perf_counter()
-        commands = self._door.exchange(
-            deltas, num_waiting=num_waiting, seconds_per_request=self._seconds_per_request, wait=wait and not deltas
-        )
-        if deltas:
-            self._stats.deliver_s += time.perf_counter() - began
-        return commands
+        self._open.end_all(reason, error)
+        self._open.exchange(wait=False, is_stopping=True)
+        self._open.ring_drained(always=True)
 
     def _deliver(self, *, wait: bool) -> None:
         """Hands tokens to their callers, and does what was asked for meanwhile; where `wait` is set
         and there are no tokens, it waits until something is.
         """
-        for command in self._exchange(wait=wait):
+        for command in self._open.exchange(wait=wait, is_stopping=self._stopping):
             if isinstance(command, Submit):
-                self._accept(command.requests)
+                self._open.add(command.requests)
             elif isinstance(command, Cancel):
-                for request in [one for one in self._open.get(command.request_id, ()) if command.choice in (None, one.choice)]:
-                    self._end(request, CANCELLED)
+                self._open.cancel(command.request_id, command.choice)
             else:
                 command.function()
-
-    def _accept(self, requests: tuple[Request, ...]) -> None:
-        leader, *followers = requests
-        if not self._open:
-            # How long nobody asked for anything says nothing about how fast requests end.
-            self._ended_at = time.monotonic()
-        self._open[leader.request_id] = list(requests)
-        self._num_open += len(requests)
-        for request in requests:
-            request.order = next(self._orders)
-        self._unasked += [request for request in requests if request.params.token_mask is not None]
-        if self._forward.cuts_prompts:
-            leader.followers = followers
-            followers = []
-        for request in (leader, *followers):
-            self._scheduler.add(request)
+        self._open.ring_drained(always=False)
 
     def _step(self) -> None:
         """The life of a step. Where it fails before its commit nothing has changed but that its
         requests end.
         """
         began = time.perf_counter()
-        plan = self._plan()
-        if plan is not None:
+        for request, reason in self._planner.ask_masks():
+            self._open.end(request, ERROR, reason)
+        # All may have ended, because their masks could not be asked for.
+        if self._planner.scheduler.has_work:
+            plan = self._planner.plan()
             try:
                 with self._steps.begin(plan) as step:
                     step.run()
-                    step.sample(self._plan_ahead)
+                    step.sample(self._planner.plan_ahead)
             except EngineError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
@@ -298,93 +318,15 @@ class Engine:
                 self._commit(step, began)
         self._deliver(wait=False)
 
-    def _observe(self, plan: StepPlan, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """Lets the speculator learn from a clean step."""
-        if not self._speculates:
-            return
-        decoding = {rows.request for rows in plan.rows if not rows.is_prefill}
-        found: dict[Hashable, tuple[int, int]] = {
-            one.request.key: (one.num_drafts, one.num_accepted) for one in outcomes if one.request in decoding
-        }
-        self._speculator.observe(found, plan.num_rows, seconds)
-
-    def _ask_masks(self) -> None:
-        """Has the masks of the next tokens computed while the next step is."""
-        if not self._unasked:
-            return
-        asked, self._unasked = self._unasked, []
-        try:
-            # A mask sees the new tokens of its choice and not the prompt.
-            num_queued = self._masks.request_all(
-                [MaskRequest(one.key, one.params.token_mask, tuple(one.tokens[one.num_prompt :])) for one in asked]
-            )
-        except ConfigError as error:
-            for request in asked:
-                self._end(request, ERROR, error.reworded(f"{request.name}: {error}"))
-        else:
-            self._unasked = asked[num_queued:]
-
-    def _plan(self) -> StepPlan | None:
-        """Decides what the next step computes and makes it true but for its rows. None where all
-        requests have ended, because their masks could not be asked for.
-        """
-        began = time.perf_counter()
-        self._ask_masks()
-        if not self._scheduler.has_work:
-            return None
-        ahead, self._ahead = self._ahead, None
-        plan = None if ahead is None else self._scheduler.revise(ahead)
-        if plan is None or not plan.rows:
-            plan = self._scheduler.plan(self._drafts())
-        self._scheduler.apply(plan)
-        if not plan.rows and not plan.preempted:
-            raise EngineError(f"{self._num_open} requests are open, and the scheduler found nothing to compute")
-        now = time.monotonic()
-        for admission in plan.admitted:
-            request = admission.request
-            self._stats.cached_tokens += len(admission.blocks) * self._forward.blocks.block_tokens
-            request.times.scheduled = request.times.scheduled or now
-        self._stats.plan_s += time.perf_counter() - began
-        return plan
-
-    def _drafts(self) -> dict[Request, Sequence[int]]:
-        """Returns guesses for the requests that decode in the next step."""
-        if not self._speculates:
-            return {}
-        decoding: dict[Hashable, Request] = {
-            one.key: one for one in self._scheduler.running if len(one.tokens) - one.num_computed == 1
-        }
-        # A masked token waits for those before it, so that nothing can be guessed behind it.
-        rows = [
-            (key, one.tokens, 1 if one.params.token_mask is not None else one.params.max_tokens - one.num_generated)
-            for key, one in decoding.items()
-        ]
-        budget = self.settings.max_batch_tokens - len(decoding)
-        found = self._speculator.plan(rows, len(self._scheduler.running), budget)
-        return {decoding[key]: drafts for key, drafts in found.items()}
-
-    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plans the step behind one that is under way, where what that one leaves is known before
-        its tokens are.
-        """
-        sampled = [request for rows in plan.rows for request in rows.sampled]
-        is_known = (
-            self.settings.plans_ahead
-            and not self._speculates
-            and not begins_followers(plan)
-            and all(request.params.token_mask is None for request in sampled)
-        )
-        return self._scheduler.plan(ahead=plan) if is_known else None
-
     # -- the end of a step -------------------------------------------------------------------------
     def _commit(self, step: StepRun, began: float) -> None:
         """Makes the tokens of a clean step, which was planned from `began` on, those of its
         requests.
         """
         computed = time.perf_counter()
-        plan, outcomes, stats = step.plan, step.outcomes, self._stats
+        plan, outcomes, stats, scheduler = step.plan, step.outcomes, self._stats, self._planner.scheduler
         # Before requests end, which the speculator then forgets.
-        self._observe(plan, outcomes, computed - began)
+        self._planner.observe(plan, outcomes, computed - began)
         stats.steps += 1
         stats.batch_sizes[len(plan.rows)] += 1
         got = {outcome.request: outcome for outcome in outcomes}
@@ -394,23 +336,27 @@ class Engine:
                 stats.recomputed_tokens += rows.count if is_again else 0
                 stats.prompt_tokens += 0 if is_again else rows.count
             if rows.sampled and rows.request in got:
-                self._scheduler.begin_followers(rows.request, [one for one in rows.sampled[1:] if one in got])
+                scheduler.begin_followers(rows.request, [one for one in rows.sampled[1:] if one in got])
                 if rows.request.followers:
-                    self._scheduler.release_followers(rows.request)
-            self._publish(rows.request)
+                    scheduler.release_followers(rows.request)
+            self._planner.publish(rows.request)
         now = time.monotonic()
         for outcome in outcomes:
             self._advance(outcome, now)
-        self._ahead = step.following
+        self._planner.follow(step.following)
         stats.forward_s += step.forward_s
         stats.sample_s += step.sample_s
-        stats.commit_s += time.perf_counter() - computed
+        ended = time.perf_counter()
+        stats.commit_s += ended - computed
+        if stats.recorded is not None:
+            stats.recorded.append(StepTimes(began, *step.times, ended, plan.num_rows, len(plan.rows)))
+        stats.histograms["step_s"].add(ended - began)
 
     def _advance(self, outcome: Outcome, now: float) -> None:
         """Gives a request its tokens, as far as it goes on, and its caller too."""
         request = outcome.request
         if outcome.error is not None:
-            self._end(request, ERROR, outcome.error.reworded(f"{request.name}: {outcome.error}"))
+            self._open.end(request, ERROR, outcome.error.reworded(f"{request.name}: {outcome.error}"))
             return
         reason, taken = None, 0
         for token in outcome.token_ids:
@@ -424,28 +370,16 @@ class Engine:
         token_ids = outcome.token_ids[:taken]
         request.tokens.extend(token_ids)
         request.sampling.advance(token_ids)
-        times = request.times
-        times.first_token, times.latest_token = times.first_token or now, now
-        times.scheduled = times.scheduled or now
         stats = self._stats
-        stats.generated_tokens += taken
+        stats.advanced(request, taken, now)
         stats.drafted_tokens += outcome.num_drafts
         stats.accepted_tokens += outcome.num_accepted
         logprobs = None if outcome.logprobs is None else outcome.logprobs[:taken]
         if reason is None:
-            self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, time_s=now)))
-            if request.params.token_mask is not None:
-                self._unasked.append(request)
+            self._open.say(request, TokenDelta(request.choice, token_ids, logprobs, time_s=now))
+            self._planner.need_masks([request])
         else:
-            self._end(request, reason, token_ids=token_ids, logprobs=logprobs)
-
-    def _publish(self, request: Request) -> None:
-        """Lets other prompts find the full blocks of a request."""
-        sequence, hashes = request.sequence, request.hashes
-        if self.settings.prefix_cache and self._forward.cuts_prompts and sequence is not None:
-            if sequence.num_tokens - len(hashes.hashes) * hashes.block_tokens >= hashes.block_tokens:
-                request.extend_hashes()
-            sequence.blocks.publish(hashes.hashes)
+            self._open.end(request, reason, token_ids=token_ids, logprobs=logprobs)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a step that failed. Nothing else has changed."""
@@ -456,39 +390,7 @@ class Engine:
         for rows in plan.rows:
             for request in (rows.request, *rows.request.followers):
                 if request.finish_reason is None:
-                    self._end(request, ERROR, error.reworded(f"{request.name}: {error}"))
-
-    def _end(
-        self, request: Request, reason: str, error: DflashError | None = None, *, token_ids: tuple[int, ...] = (),
-        logprobs: Any = None,
-    ) -> None:  # fmt: skip
-        self._scheduler.end(request, reason)
-        choices = self._open[request.request_id]
-        choices.remove(request)
-        for other in choices:
-            if request in other.followers:
-                other.followers.remove(request)
-        self._speculator.forget(request.key)
-        if request.params.token_mask is not None:
-            self._unwanted.append(request.key)
-            self._unasked = [other for other in self._unasked if other is not request]
-        if not choices:
-            del self._open[request.request_id]
-        self._num_open -= 1
-        self._stats.ended(request, reason)
-        now = time.monotonic()
-        self._seconds_per_request += (now - self._ended_at - self._seconds_per_request) / 16
-        self._ended_at = now
-        self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, reason, error, now)))
-
-    def _forget_cached(self) -> None:
-        # A plan that was made ahead may adopt what is forgotten now.
-        self._ahead = None
-        self._forward.blocks.forget_cached()
-
-    def _check_blocks(self) -> None:
-        tables = [one.sequence.blocks.block_table for one in self._scheduler.running if one.sequence is not None]
-        self._forward.blocks.check_integrity(tables)
+                    self._open.end(request, ERROR, error.reworded(f"{request.name}: {error}"))
 
 
 def _close_at_exit(engine: Engine) -> Callable[[], None]:

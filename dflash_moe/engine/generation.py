@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-import torch
-
 from dflash_moe.forward.host_model import HostModel
 
 
@@ -44,7 +42,7 @@ def generate_tokens(
     with closing(host.sequence(len(step_ids) + max_new_tokens)) as run:
         for _ in range(max_new_tokens):
             started = time.perf_counter()
-            token_id = int(torch.argmax(run.forward(step_ids)))
+            token_id = run.most_likely(step_ids)
             yield TokenStep(token_id, time.perf_counter() - started)
             if token_id in stop_token_ids:
                 return

@@ -10,10 +10,10 @@ import logging
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from dflash_moe.engine.chat_prompts import ChatPrompts, Message, conversations, is_conversation
-from dflash_moe.engine.delivery import TokenStream
+from dflash_moe.engine.delivery import Outbox, TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.prompt_runs import PromptRun, PromptRuns
@@ -81,7 +81,8 @@ class LLM:
             stack.callback(self.forward.close)
             eos = stop_token_ids(self.host.model, self.tokenizer) | read_generation_settings(path).stop_token_ids
             self.engine = stack.enter_context(Engine(self.forward, EngineSettings.of(self.runtime), eos_token_ids=eos))
-            self._chats = ChatPrompts(path)
+            self.runtime.note_engine(self.engine.stats)
+            self._chats = ChatPrompts(path, self.engine.length_limit.num_tokens)
             stack.callback(self._chats.close)
             self._closing = stack.pop_all()
 
@@ -98,9 +99,38 @@ class LLM:
             text = f"{what} needs a tokenizer, and the model comes without one: pass token ids, or LLM(tokenizer=...)"
             raise self._no_tokenizer.reworded(f"{text} ({self._no_tokenizer})")
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
-        """Starts a request and returns the stream of its token ids, without text."""
-        return self.engine.submit(self.token_ids(prompt), params)
+    @overload
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, outbox: None = None, cache_salt: bytes = b""
+    ) -> TokenStream: ...
+    @overload
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, outbox: Outbox, cache_salt: bytes = b""
+    ) -> int: ...
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, outbox: Outbox | None = None, cache_salt: bytes = b""
+    ) -> TokenStream | int:
+        """Starts a request and returns the stream of its token ids, without text. With an `outbox`
+        they go there, together with those of its other requests, and the request's id is returned.
+        What the prefix cache has of a prompt is found by requests with the same `cache_salt` alone.
+        """
+        return self.engine.submit(self.token_ids(prompt), params, outbox=outbox, cache_salt=cache_salt)
+
+    def cancel(self, request_id: int, choice: int | None = None) -> None:
+        """Ends a request, or one choice of it; as `Engine.cancel`."""
+        self.engine.cancel(request_id, choice)
+
+    def room(self, num_prompt: int) -> int:
+        """Returns the most `max_tokens` that a prompt of so many tokens may ask for, 0 where it is
+        too long for any.
+        """
+        return self.engine.room(num_prompt)
+
+    def drain(self, deadline_s: float) -> bool:
+        """Takes no new requests from now on, and waits until the open ones have ended; what has not
+        by the deadline is cancelled. Returns whether all have; as `Engine.drain`.
+        """
+        return self.engine.drain(deadline_s)
 
     def token_ids(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Returns the ids of a text, with what the tokenizer puts before it, or those of a
@@ -195,10 +225,10 @@ class LLM:
                 yield chunk
 
     def unready_reason(self) -> str:
-        """Returns why a request would fail or wait for a worker now, empty where it would not; see
-        `ExpertRuntime.unready_reason`.
+        """Returns why a request would fail or wait for a worker now, empty where it would not: the
+        engine takes none, or as `ExpertRuntime.unready_reason`.
         """
-        return self.runtime.unready_reason()
+        return self.engine.refusal() or self.runtime.unready_reason()
 
     def stats(self) -> dict[str, Any]:
         """Returns what engine and runtime counted: `engine` (requests, steps, tokens, blocks and

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.sampling.logprobs import TokenLogprobs
     from dflash_moe.engine.sampling.sampling_params import SamplingParams
     from dflash_moe.engine.sampling.sampling_state import SamplingState
+    from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
     from dflash_moe.forward.block_hashes import BlockHashes
     from dflash_moe.forward.forward import TokenSequence
 
@@ -31,6 +31,10 @@ class TokenDelta:
     """What a step added to one choice of a submission: tokens, and the reason where it has ended.
     `error` is set where that is "error". `time_s` is when the step was committed, in seconds of
     time.monotonic, however late its caller takes it.
+
+    The last one of a choice also says what it has cost: `num_cached_tokens` of its prompt were
+    found in the prefix cache when it first ran, it waited `queue_s` seconds until then, and gave
+    up its blocks `num_preemptions` times. What company changes is not compared.
     """
 
     choice: int
@@ -39,6 +43,9 @@ class TokenDelta:
     finish_reason: str | None = None
     error: DflashError | None = None
     time_s: float = field(default_factory=time.monotonic, compare=False)
+    num_cached_tokens: int = field(default=0, compare=False)
+    queue_s: float = field(default=0.0, compare=False)
+    num_preemptions: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
@@ -71,8 +78,8 @@ class Request:
     params: SamplingParams
     sampling: SamplingState
     hashes: BlockHashes
-    # Where its tokens go; the engine does not look into it.
-    stream: Any
+    # Where its tokens go: a TokenStream or an Outbox of delivery.py.
+    sink: Any
     stop_token_ids: frozenset[int] = frozenset()
     epoch: int = 0
     sequence: TokenSequence | None = None
@@ -80,6 +87,8 @@ class Request:
     followers: list[Request] = field(default_factory=list)
     finish_reason: str | None = None
     times: RequestTimes = field(default_factory=RequestTimes)
+    # As TokenDelta has it. Choices that begin where one prompt was computed have the same number.
+    num_cached_tokens: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -100,6 +109,13 @@ class Request:
     def num_generated(self) -> int:
         """The number of tokens behind the prompt."""
         return len(self.tokens) - self.num_prompt
+
+    def end(self, token_ids: tuple[int, ...], logprobs: Any, reason: str, error: DflashError | None, now: float) -> TokenDelta:
+        """Returns its last delta, for the moment `now` at which it ends. An open request has begun
+        an epoch with each preemption.
+        """
+        waited = (self.times.scheduled or now) - self.times.submitted
+        return TokenDelta(self.choice, token_ids, logprobs, reason, error, now, self.num_cached_tokens, waited, self.epoch)
 
     @property
     def name(self) -> str:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import torch
 
 from dflash_moe.engine.request import Request
-from dflash_moe.engine.sampling.logprobs import TokenLogprobs
-from dflash_moe.engine.sampling.sample import Sampled, Sampler, SampleRow
+from dflash_moe.engine.sampling.sample import Chosen, Sampled, Sampler, SampleRow
+from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
 from dflash_moe.engine.sampling.token_masks import MaskThread
 from dflash_moe.engine.schedule import PlannedRows, StepPlan
 from dflash_moe.errors import DflashError
 from dflash_moe.forward.forward import Forward, RunStep, StepRows
+from dflash_moe.forward.layer_loop import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class StepRun:
     def __init__(self, plan: StepPlan, step: RunStep, sampler: Sampler, masks: MaskThread, began: float) -> None:
         self.plan = plan
         self._step, self._sampler, self._masks = step, sampler, masks
+        # Each row that is sampled, and what came of computing them: tokens, or logits.
+        self._picks = _picks(plan)
+        self._chosen: Chosen | None = None
         self._logits: torch.Tensor | None = None
         # What was sampled, and the plan of the next step, where one was made meanwhile.
         self.outcomes: list[Outcome] = []
@@ -59,9 +63,22 @@ class StepRun:
         # The seconds of its parts. The forward pass is the model's, experts included.
         self._began, self.forward_s, self.sample_s = began, 0.0, 0.0
 
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """When it had begun, was computed and was sampled, in seconds of time.perf_counter."""
+        computed = self._began + self.forward_s
+        return self._began, computed, computed + self.sample_s
+
     def run(self) -> None:
-        """Computes the rows of the plan."""
-        self._logits = self._step.run()
+        """Computes the rows of the plan, and their tokens too where one call of the core does
+        both.
+        """
+        draws = _draws(self._picks)
+        chosen = None if draws is None else self._step.choose(draws)
+        if chosen is None:
+            self._logits = self._step.run()
+        else:
+            self._chosen = Chosen(chosen)
         self.forward_s = time.perf_counter() - self._began
 
     def sample(self, plan_ahead: Callable[[StepPlan], StepPlan | None]) -> None:
@@ -79,13 +96,15 @@ class StepRun:
             self.following = following
         self.sample_s = time.perf_counter() - self._began - self.forward_s
 
-    def _launch(self) -> tuple[list[_Pick], Sampled | None]:
+    def _launch(self) -> tuple[list[_Pick], Sampled | Chosen | None]:
         """Starts sampling what is ready, and returns it in the order of the rows that are sampled.
         What waits for its mask is left out.
         """
+        picks = self._picks
+        if self._chosen is not None:
+            return picks, self._chosen
         logits, self._logits = self._logits, None
         assert logits is not None
-        picks = _picks(self.plan)
         masked = [pick.request.key for pick in picks if pick.request.params.token_mask is not None]
         answers = self._masks.take_all(masked) if masked else {}
         ready = [pick for pick in picks if pick.request.params.token_mask is None or pick.request.key in answers]
@@ -145,7 +164,20 @@ def _picks(plan: StepPlan) -> list[_Pick]:
     return found
 
 
-def _judge(picks: Sequence[_Pick], sampled: Sampled) -> list[Outcome]:
+def _draws(picks: Sequence[_Pick]) -> list[Draw] | None:
+    """Returns how the core chooses the token of each row, None where it does not for some row, or
+    where several requests get a token from one.
+    """
+    found = []
+    for place, pick in enumerate(picks):
+        draw = pick.request.sampling.draw(len(pick.request.tokens) + len(pick.before))
+        if draw is None or pick.place != place:
+            return None
+        found.append(draw)
+    return found
+
+
+def _judge(picks: Sequence[_Pick], sampled: Sampled | Chosen) -> list[Outcome]:
     """Returns what each request got: a token, and with drafts one more for each that was right."""
     token_ids = sampled.token_ids()
     outcomes: list[Outcome] = []

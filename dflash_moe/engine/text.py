@@ -1,7 +1,8 @@
 """Turns the token deltas of a request into text as they come, and ends a choice at its stop
 strings. A thread or an event loop of the caller reads it, never the engine's.
 
-There is no torch here, so that every Python that the project names can run its tests.
+There is neither torch nor transformers here or below: a server that only talks to an engine has
+none, and every Python that the project names can run its tests.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -19,15 +20,17 @@ from dflash_moe.integrations.generation import TextStream
 
 if TYPE_CHECKING:
     from dflash_moe.engine.delivery import TokenStream
-    from dflash_moe.engine.sampling.logprobs import TokenLogprobs
     from dflash_moe.engine.sampling.sampling_params import SamplingParams
+    from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What a step added to one choice. `text` is final; text that may belong to a stop string, and
     bytes that are no character yet, come later. `time_s` is when the step ended, in seconds of
-    time.monotonic.
+    time.monotonic, and `stop_string` the one that has ended the choice. With log-probabilities
+    `text_offsets` says how many characters of the choice's text are before each token; a token that
+    begins within a character is where that is.
     """
 
     text: str
@@ -36,14 +39,18 @@ class Chunk:
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     time_s: float = field(default=0.0, compare=False)
+    stop_string: str | None = None
+    text_offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished choice. `finish_reason` is "stop" (an end-of-text token, a stop id or a stop
-    string), "length" (max_tokens) or "cancelled". `prompt` is its place among the prompts.
+    string, which is `stop_string`), "length" (max_tokens) or "cancelled". `prompt` is its place
+    among the prompts.
     `ttft_s` is the time from its submission to its first token, and `tpot_s` the mean time of a
-    later one; None where there is no such token.
+    later one; None where there is no such token. `num_cached_tokens`, `queue_s` and
+    `num_preemptions` are those of its last `TokenDelta`. `text_offsets` are as a `Chunk` has them.
     """
 
     text: str
@@ -55,6 +62,11 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     ttft_s: float | None = field(default=None, compare=False)
     tpot_s: float | None = field(default=None, compare=False)
+    num_cached_tokens: int = field(default=0, compare=False)
+    queue_s: float = field(default=0.0, compare=False)
+    num_preemptions: int = field(default=0, compare=False)
+    stop_string: str | None = None
+    text_offsets: tuple[int, ...] = field(default=(), compare=False)
 
 
 class ChoiceText:
@@ -66,30 +78,41 @@ class ChoiceText:
         self._stream = TextStream(tokenizer) if tokenizer is not None else None
         self._stops = tuple(stops)
         self._held = ""
+        # Characters that the stream has given.
+        self._num_given = 0
         self.choice = choice
         self.is_stopped = False
+        self._stop_string: str | None = None
         self.parts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.text_offsets: list[int] = []
         self.finish_reason: str | None = None
         self._submitted = time.monotonic()
         # Of the first tokens and of the latest.
         self._first = self._latest = 0.0
         self._num_first = 0
+        # The engine's last one, which says what the choice has cost.
+        self._end = TokenDelta(choice)
 
     def push(self, delta: TokenDelta) -> Chunk | None:
         """Takes a delta of this choice and returns what it adds; None where nothing does. Raises
         the error that has ended the choice.
         """
+        if delta.finish_reason is not None:
+            self._end = delta
         if self.is_stopped:
             return None
         if delta.error is not None:
             self.finish_reason = delta.finish_reason
             raise _copy(delta.error)
-        text, taken = "", 0
+        text, taken, offsets = "", 0, list[int]()
         for taken, token in enumerate(delta.token_ids, start=1):  # noqa: B007 - how many it took
+            offsets.append(self._num_given)
             if self._stream is not None:
-                text += self._until_stop(self._stream.push(token), is_last=False)
+                fresh = self._stream.push(token)
+                self._num_given += len(fresh)
+                text += self._until_stop(fresh, is_last=False)
             if self.is_stopped:
                 break
         if delta.finish_reason is not None and not self.is_stopped and self._stream is not None:
@@ -99,10 +122,20 @@ class ChoiceText:
         logprobs = None if delta.logprobs is None else delta.logprobs[:taken]
         self._clock(delta.time_s, taken)
         self.token_ids += token_ids
+        if logprobs is None:
+            offsets = []
         self.logprobs += logprobs or ()
+        self.text_offsets += offsets
         self.finish_reason = STOP if self.is_stopped else delta.finish_reason
         self.parts.append(text)
-        return Chunk(text, token_ids, self.choice, self.finish_reason, logprobs, delta.time_s)
+        return Chunk(
+            text, token_ids, self.choice, self.finish_reason, logprobs, delta.time_s, self._stop_string, tuple(offsets)
+        )
+
+    def stop(self) -> None:
+        """Ends the choice with what it has, as a stop string would."""
+        self.is_stopped = True
+        self.finish_reason = STOP
 
     def completion(self, prompt: int, prompt_tokens: int) -> Completion:
         """Returns the finished choice."""
@@ -113,6 +146,11 @@ class ChoiceText:
             "".join(self.parts), tuple(self.token_ids), reason, prompt, self.choice, prompt_tokens, logprobs,
             ttft_s=self._first - self._submitted if self.token_ids else None,
             tpot_s=(self._latest - self._first) / num_later if num_later else None,
+            num_cached_tokens=self._end.num_cached_tokens,
+            queue_s=self._end.queue_s,
+            num_preemptions=self._end.num_preemptions,
+            stop_string=self._stop_string,
+            text_offsets=tuple(self.text_offsets),
         )  # fmt: skip
 
     def _clock(self, now: float, num_tokens: int) -> None:
@@ -127,20 +165,24 @@ class ChoiceText:
         """
         text = self._held + fresh
         # The one that is whole first, as if characters came one by one.
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
-            return text[: min(found)[1]]
-        held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
+            _, at, self._stop_string = min(found)
+            return text[:at]
+        held = 0 if is_last else max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Returns the length of the longest end of `text` with which `stop` begins."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    tail = text[max(0, len(text) - len(stop) + 1) :]
+    at = tail.find(stop[0])
+    while at >= 0:
+        if stop.startswith(tail[at:]):
+            return len(tail) - at
+        at = tail.find(stop[0], at + 1)
     return 0
 
 

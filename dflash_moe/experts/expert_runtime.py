@@ -271,6 +271,19 @@ class ExpertRuntime:
         """
         return self._parts.report.stats()
 
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the part of the counters that `dflash-moe top` shows, without asking a worker
+        (experts/snapshot.py). Raises DflashError in a forked child.
+        """
+        self._require_open()
+        return self._parts.report.snapshot()
+
+    def note_engine(self, stats: Callable[[], Mapping[str, Any]]) -> None:
+        """Has snapshots tell of the engine over this runtime too, by the method `Engine.stats`,
+        which is kept no longer than its engine.
+        """
+        self._parts.report.note_engine(stats)
+
     def worker_stats(self) -> dict[str, dict[str, int]]:
         """Asks every worker over its control connection for its own counters (calls, rows, bytes,
         compute_ns, queue_ns, memory), and returns them by its name. Errors: WorkerLost,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError, WorkerLost
 from dflash_moe.experts.auto import mode_reason, worker_forecasts
 from dflash_moe.experts.readiness import unready_reason
+from dflash_moe.experts.snapshot import EngineStats, snapshot
 from dflash_moe.holders.audit.contents import ContentsReport, compare_with_own_copy, held_checksums
 from dflash_moe.holders.fleet import EXIT_S, Fleet
 from dflash_moe.holders.holder import Holder
@@ -70,6 +72,8 @@ class RuntimeReport:
         self._workers, self._fallback, self._audit, self._holders = workers, fallback, audit, holders
         self._events, self._is_over = events, is_over
         self._last: dict[str, Any] = {}
+        # What asks the engine over this runtime, where there is one.
+        self._engine: weakref.WeakMethod[EngineStats] | None = None
 
     def explained(self, error: WorkerError) -> DflashError:
         """Returns an error of the client with what else is known: of a WorkerLost what is done
@@ -118,6 +122,18 @@ class RuntimeReport:
             "transports": {member.name: member.transport for member in self._fleet.members.values()},
             **self._calls.step_counts(),
         }
+
+    def note_engine(self, stats: EngineStats) -> None:
+        """As `ExpertRuntime.note_engine`."""
+        self._engine = weakref.WeakMethod(stats)
+
+    def snapshot(self) -> dict[str, Any]:
+        """As `ExpertRuntime.snapshot`."""
+        placed, engine = self._placed, None if self._engine is None else self._engine()
+        return snapshot(
+            placed.spec.path, placed.slices.mode, self._fleet, states=self._workers.states(), counted=self._client.counters(),
+            forecasts=worker_forecasts(self._client.forecasts()), engine=engine,
+        )  # fmt: skip
 
     def keep_last(self) -> None:
         """Takes the values that `stats` returns after the end. Raises DflashError in a forked

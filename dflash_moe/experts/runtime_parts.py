@@ -94,7 +94,7 @@ class RuntimeParts:
                 self.client, placed, self.calls, workers=self.workers, fallback=self.fallback, audit=self.audit,
                 holders=self.holders, events=self.events, is_over=self._is_over,
             )  # fmt: skip
-            self._control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers).answer)
+            self._control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers, self.report.snapshot).answer)
             built.pop_all()
 
     def open(self, on_loading: LoadingReport | None) -> None:

@@ -18,6 +18,8 @@ from dflash_moe.errors import EngineError
 # bits. Nobody can choose tokens that collide in less than about 2**64 trials, and by accident, with
 # 2**32 blocks, the chance is below 2**-64. Python's own hash of integers has neither property.
 HASH_BYTES = 16
+# It keeps the hashes of salts apart from those of tokens.
+_SALT = b"cache salt"
 
 
 class BlockHashes:
@@ -41,6 +43,20 @@ class BlockHashes:
         self._hashes: list[bytes] = []
         # The tokens behind the last full block, 4 bytes each.
         self._rest = b""
+
+    def salted(self, salt: bytes) -> BlockHashes:
+        """Returns the hashes of another sequence, still empty as this one must be, whose blocks are
+        found by those with the same salt alone. An empty salt changes nothing.
+
+        The salt enters what the first block is chained from, by a hash of its own kind: no salt can
+        stand for tokens, so that none reaches the blocks of another salt or of none.
+        """
+        if self.num_tokens:
+            raise EngineError(f"a sequence of {self.num_tokens} tokens was to be salted; salt comes before the first")
+        other = self.fork()
+        if salt:
+            other._last = blake2b(self._last + salt, digest_size=HASH_BYTES, person=_SALT).digest()
+        return other
 
     @property
     def hashes(self) -> Sequence[bytes]:

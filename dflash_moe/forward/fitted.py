@@ -57,27 +57,30 @@ class Fitted:
         return speed_line(self.model, self.found, memory_bytes_per_s(self.machine.cores))
 
 
-def fit_here(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Fit:
+def fit_here(path: str | Path, overrides: Mapping[str, Any] | None = None, *, front_bytes: int = 0) -> Fit:
     """Fits the model of `path` to this machine and logs the plan to "dflash_moe.plan". Arguments
     and errors are those of `fit_checkpoint`.
     """
-    fitted = fit_checkpoint(Checkpoint.open(path), path, overrides)
+    fitted = fit_checkpoint(Checkpoint.open(path), path, overrides, front_bytes=front_bytes)
     for line in fitted.lines():
         log_plan.info("%s", line)
     return fitted.found
 
 
-def fit_checkpoint(checkpoint: Checkpoint, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Fitted:
+def fit_checkpoint(
+    checkpoint: Checkpoint, path: str | Path, overrides: Mapping[str, Any] | None = None, *, front_bytes: int = 0
+) -> Fitted:
     """Fits an opened checkpoint, which somebody calls `path`, to this machine. `overrides` are
     settings that win over the environment; those that matter are experts_on_card, max_context,
-    kv_memory, kv_dtype and host_operators.
+    kv_memory, kv_dtype and host_operators. `front_bytes` of the memory are left to a server's
+    front.
 
     Errors: ConfigError with the shortfall, and those of `model_sizes`.
     """
     settings = resolve_settings(None, **(overrides or {}))
     sizes = model_sizes(checkpoint)
     model = fit_model(sizes, settings)
-    machine = Machine(find_cards(sizes.layers), memory_available(), physical_cores())
+    machine = Machine(find_cards(sizes.layers), memory_available(), physical_cores(), front_bytes)
     found = fit(model, machine, _wishes(settings))
     return Fitted(sizes.layers, model, machine, found, _command(path, settings))
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.forward.block_hashes import BlockHashes
 from dflash_moe.forward.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.forward.halves.micro_batches import MicroBatches
-from dflash_moe.forward.layer_loop import LayerLoop
+from dflash_moe.forward.halves.split_forecast import StepTimes
+from dflash_moe.forward.layer_loop import GREEDY, Draw, LayerLoop
 from dflash_moe.forward.paged_cache import PagedCache
 from dflash_moe.forward.residuals import StreamReader
 from dflash_moe.forward.rotary_tables import RotaryTables, find_rotary_modules, stand_in
@@ -32,6 +33,12 @@ from dflash_moe.operators.notable_positions import notable_positions
 from dflash_moe.operators.step_context import StepContext, computing
 
 _PROCESSOR = torch.device("cpu")
+
+
+# What is said of a row whose largest logit is NaN or an infinity.
+NOT_FINITE_TEXT = (
+    "the model gave no finite largest logit for a token (NaN or infinity); the weights or their numerics class are at fault"
+)
 
 
 class TokenSequence:
@@ -73,13 +80,40 @@ class StepRows:
 
 
 class RunStep:
-    """A step that has begun: `run` computes it, once."""
+    """A step that has begun: `run` or `choose` computes it, once."""
 
-    __slots__ = ("_compute", "kept")
+    __slots__ = ("_choose", "_compute", "kept")
 
-    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self, compute: Callable[[], torch.Tensor], choose: Callable[[Sequence[Draw]], list[int] | None] | None = None
+    ) -> None:
+        """`choose` computes tokens at once; None where there is nothing that could."""
         self._compute: Callable[[], torch.Tensor] | None = compute
+        self._choose = choose
         self.kept: Sequence[int] | None = None
+
+    def choose(self, draws: Sequence[Draw]) -> list[int] | None:
+        """Returns a token id for each wanted row, chosen as `draws` say (`_core.draw_tokens`), and
+        NOT_FINITE where the row's largest logit is no finite number. None, and has computed
+        nothing, where forward pass and choice are not one call of the core: then `run` computes.
+        """
+        choose, self._choose = self._choose, None
+        found = None if choose is None else choose(draws)
+        if found is not None:
+            self._compute = None
+        return found
+
+    def most_likely(self, num_wanted: int) -> list[int]:
+        """Returns the most likely token behind each of the wanted rows, the lowest id among equals.
+        Raises DflashError where a row's largest logit is no finite number.
+        """
+        found = self.choose([GREEDY] * num_wanted)
+        if found is None:
+            best = self.run().max(dim=-1)
+            found = best.indices.where(best.values.isfinite(), -1).tolist()
+        if min(found, default=0) < 0:
+            raise DflashError(NOT_FINITE_TEXT)
+        return found
 
     def run(self) -> torch.Tensor:
         """Returns the logits [num_wanted, vocab_size] in float32, those of one entry after the
@@ -255,12 +289,44 @@ class PackedForward:
         try:
             for entry in rows:
                 self._append(planned, entry)
-            step = RunStep(partial(self._run, rows, self.context(rows, planned.pack())))
+            step = RunStep(
+                lambda: self._run(rows, self.context(rows, planned.pack())), lambda draws: self._choose(rows, planned, draws)
+            )
             yield step
         except BaseException:
             planned.roll_back()
             raise
         planned.commit(step.kept)
+
+    def _choose(self, rows: Sequence[StepRows], planned: StepBlocks, draws: Sequence[Draw]) -> list[int] | None:
+        """As `RunStep.choose`: for whole steps of the loop, of which all rows are wanted and nobody
+        is shown anything.
+        """
+        loop, batches = self.loop, self.micro_batches
+        if loop is None or self.buffers is None or self.residuals is not None or self._places is not None:
+            return None
+        token_ids, num_positions, before = list[int](), 0, 0
+        for entry in rows:
+            count = len(entry.token_ids)
+            if entry.num_logits != count:
+                return None
+            token_ids += entry.token_ids
+            before += entry.sequence.num_tokens * count
+            num_positions = max(num_positions, entry.sequence.num_tokens + count)
+        num_rows = len(token_ids)
+        if num_rows == 0 or (batches is not None and not batches.takes_whole(num_rows)):
+            return None
+        program = loop.bound(self.buffers, num_rows, num_positions)
+        if program is None:
+            return None
+        began = perf_counter()
+        sequences, copies = planned.sequences()
+        if copies:
+            self.cache.copy_blocks(copies)
+        tokens, awaited_s, remote_s = loop.choose(program, sequences, token_ids, draws)
+        if batches is not None:
+            batches.count_whole(StepTimes(num_rows, perf_counter() - began, awaited_s, remote_s), before / num_rows)
+        return tokens
 
     @contextmanager
     def standing_at(self, positions: Sequence[int]) -> Iterator[None]:

@@ -16,13 +16,19 @@ from dflash_moe import _core
 from dflash_moe.forward.residuals import EMBEDDING, StreamReader
 from dflash_moe.forward.rotary_tables import RotaryTables
 from dflash_moe.operators.addresses import rows_of
-from dflash_moe.operators.layer_buffers import LayerBuffers, part
+from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.layers.blocks import HostLayer
 from dflash_moe.operators.layers.bound_calls import normalise
 from dflash_moe.operators.layers.step_program import StepProgram
 from dflash_moe.operators.linear import HostEmbedding, HostLinear
 from dflash_moe.operators.norms import HostNorm
+from dflash_moe.operators.row_groups import StepSequence
 from dflash_moe.operators.step_context import StepContext
+
+# How a token is chosen: temperature, top_k, top_p, min_p, and a random number in [0, 1).
+Draw = tuple[float, int, float, float, float]
+# The most likely one.
+GREEDY: Draw = (0.0, 0, 1.0, 0.0, 0.0)
 
 
 class LayerLoop:
@@ -32,11 +38,18 @@ class LayerLoop:
     """
 
     def __init__(
-        self, embedding: nn.Module, layers: Sequence[HostLayer], norm: HostNorm, head: HostLinear, tables: RotaryTables
-    ) -> None:
+        self, pool: _core.HostPool, embedding: nn.Module, layers: Sequence[HostLayer], norm: HostNorm, head: HostLinear,
+        tables: RotaryTables,
+    ) -> None:  # fmt: skip
+        self._pool = pool
         self._embedding, self._norm, self._head = embedding, norm, head
+        # What is not empty where somebody hooks a module that the program stands in for.
+        self._hooks = (embedding._forward_hooks, norm._forward_hooks, head._forward_hooks)
         self.layers = tuple(layers)
         self._tables = tables
+        # Where logits lie of which tokens are chosen, float32 [num_rows, vocab_size].
+        self._logits = torch.empty((0, head.out_features), dtype=torch.float32)
+        self._read = _ReadTables(*torch.empty(2, 0, 1))
 
     def run(
         self, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor, residuals: StreamReader | None = None
@@ -46,10 +59,8 @@ class LayerLoop:
         and leaves each.
         """
         buffers = step.buffers
-        program = buffers.programs.get(self)
-        if program is None:
-            program = buffers.programs[self] = self._program(buffers)
-        is_hooked = any(module._forward_hooks for module in (self._embedding, self._norm, self._head))
+        program = self._program_of(buffers)
+        is_hooked = any(self._hooks)
         embeds = program.embeds and not is_hooked
         if not embeds:
             buffers.hidden_states.copy_(self._embedding(token_ids))
@@ -78,7 +89,52 @@ class LayerLoop:
             logits = self._head(self._norm(buffers.hidden_states[wanted]))
         return logits
 
-    def _program(self, b: LayerBuffers) -> _LoopProgram:
+    def bound(self, pool: BufferPool, num_rows: int, num_positions: int) -> LoopProgram | None:
+        """Returns the program of whole steps of so many rows over the buffers of `pool`, in
+        sequences of up to so many tokens; None where some of it is not the core's. It is for the
+        next `choose`.
+        """
+        if any(self._hooks) or self._head.out_dtype is not torch.float32:
+            return None
+        program = self._program_of(pool.of(num_rows))
+        if not (program.embeds and program.calls.is_bound() and self._reads_up_to(num_positions)):
+            return None
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty((num_rows, self._head.out_features), dtype=torch.float32)
+        return program
+
+    def choose(
+        self, program: LoopProgram, sequences: Sequence[StepSequence], token_ids: Sequence[int], draws: Sequence[Draw]
+    ) -> tuple[list[int], float, float]:
+        """Computes a whole step and chooses the token behind each of its rows, in one call of the
+        core. Returns the tokens, and the seconds in which experts were awaited and were under way.
+        `draws` are as in `_core.PackedInputs`, one a row.
+        """
+        inputs = _core.PackedInputs(
+            _core.AttentionPlan(sequences), token_ids, self._head.out_features, *self._read.addresses,
+            self._logits.data_ptr(), draws,
+        )  # fmt: skip
+        awaited_s, remote_s = program.calls.run_bound(inputs, 0, program.num_calls)
+        return inputs.chosen, awaited_s, remote_s
+
+    def _reads_up_to(self, num_positions: int) -> bool:
+        """Has `_read` name the cosines and sines of so many positions at least, and says whether
+        there are common ones.
+        """
+        if num_positions > self._read.num_positions:
+            found = self._tables.up_to(num_positions)
+            if found is None:
+                return False
+            self._read = _ReadTables(*found)
+        return True
+
+    def _program_of(self, buffers: LayerBuffers) -> LoopProgram:
+        program: LoopProgram | None = buffers.programs.get(self)
+        if program is None:
+            program = buffers.programs[self] = self._program(buffers)
+        return program
+
+    def _program(self, b: LayerBuffers) -> LoopProgram:
         """Binds everything to the memory of some buffers."""
         calls = StepProgram(b)
         embeds = _bind_embedding(calls, self._embedding, b.hidden_states)
@@ -92,10 +148,22 @@ class LayerLoop:
         # Rows that experts read are free behind the last layer.
         normalise(calls, self._norm, b.hidden_states, b.expert_rows)
         calls.core.head(self._head.packed, *rows_of(b.expert_rows))
-        return _LoopProgram(calls, embeds, tables, places)
+        calls.core.choose(self._pool, self._head.out_features)
+        return LoopProgram(calls, embeds, tables, places)
 
 
-class _LoopProgram:
+class _ReadTables:
+    """The cosines and sines [num_positions, width] that steps read, and what the core takes of
+    them.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._tables = (cos, sin)
+        self.num_positions = len(cos)
+        self.addresses = (cos.data_ptr(), sin.data_ptr(), len(cos), cos.shape[-1])
+
+
+class LoopProgram:
     """The program of a loop: the embedding where it is ours (`embeds`), from `tables` on what
     copies cosines and sines, the layers, each of which begins in `layers` where the one before
     ends, and from there on norm and head.
@@ -103,6 +171,7 @@ class _LoopProgram:
 
     def __init__(self, calls: StepProgram, embeds: bool, tables: int, layers: list[int]) -> None:
         self.calls, self.embeds, self.tables, self.layers = calls, embeds, tables, layers
+        self.num_calls = len(calls)
 
 
 def _bind_embedding(calls: StepProgram, embedding: nn.Module, out: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,14 @@ class PagedCache(StepCache):
 
     def begin(self, step: PackedStep) -> torch.Tensor:
         """Copies the blocks of a step in every layer, and returns the slots of its rows."""
-        for copy_from, copy_to in zip(step.copy_from.tolist(), step.copy_to.tolist(), strict=True):
+        self.copy_blocks(zip(step.copy_from.tolist(), step.copy_to.tolist(), strict=True))
+        return torch.from_numpy(step.slots)
+
+    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copies each first block of a pair to the second one, in every layer."""
+        for copy_from, copy_to in copies:
             for layer in self._layers:
                 layer.copy_block(copy_from, copy_to)
-        return torch.from_numpy(step.slots)
 
     def layer(self, index: int) -> _core.KvLayer:
         """Returns the pages of a layer."""

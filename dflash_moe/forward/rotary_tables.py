@@ -81,31 +81,38 @@ class RotaryTables:
         float32 [num_positions, width], in which its rows are found by their positions. None where
         they have tables of their own: `cos_sin` gives these.
         """
-        if step.last_position is not None or self.depends_on_length:
+        if step.last_position is not None:
+            return None
+        return self.up_to(_positions_of(step))
+
+    def up_to(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the tables of at least so many positions from 0 on, as `shared` does for those of
+        a step.
+        """
+        if self.depends_on_length:
             return None
         self.is_used = True
         with self._lock:
-            shared = self._up_to(step, _FLOAT32, (), {})
+            shared = self._up_to(num_positions, _FLOAT32, (), {})
         if not shared.is_tuple or any(table.dtype != torch.float32 or table.ndim != 3 for table in shared.tables):
             return None
         cos, sin = shared.tables
         return cos[0, : shared.num_positions], sin[0, : shared.num_positions]
 
     def _select(self, step: StepContext, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
-        shared = self._up_to(step, x, arguments, options)
+        shared = self._up_to(_positions_of(step), x, arguments, options)
         if len(step.lengths) == 1:
             _, first, count = step.lengths[0]
             return tuple(table[:, first : first + count] for table in shared.tables), shared.is_tuple
         return tuple(table.index_select(1, step.position_ids[0]) for table in shared.tables), shared.is_tuple
 
-    def _up_to(self, step: StepContext, x: torch.Tensor, arguments: Any, options: Any) -> _SharedTables:
-        """Returns the tables that all sequences read, grown to the last position of the step."""
+    def _up_to(self, num_positions: int, x: torch.Tensor, arguments: Any, options: Any) -> _SharedTables:
+        """Returns the tables that all sequences read, grown to so many positions."""
         key = (x.dtype, arguments, tuple(sorted(options.items())))
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = _SharedTables()
-        needed = max((first + count for _, first, count in step.lengths), default=0)
-        while shared.num_positions < max(needed, 1):
+        while shared.num_positions < max(num_positions, 1):
             shared.append(*self._chunk(x, 0, shared.num_positions // CHUNK, arguments, options))
         return shared
 
@@ -233,6 +240,11 @@ class RotaryTables:
         except Exception:  # noqa: BLE001 - a module of somebody else, asked for what it may not know
             return False
         return True
+
+
+def _positions_of(step: StepContext) -> int:
+    """Returns how many positions from 0 on the sequences of a step have."""
+    return max((first + count for _, first, count in step.lengths), default=0)
 
 
 class _SharedTables:

@@ -81,15 +81,20 @@ class SequenceBlocks:
         self._append_slots(slots, first, count)
         return np.array(slots, np.int64)
 
+    def rows(self) -> tuple[np.ndarray, int, int]:
+        """Returns what is reserved as `_core.AttentionPlan` takes it: the block table, the first
+        position and the number of rows.
+        """
+        return self._view, self._num_tokens, self._num_reserved
+
     def append_rows(self, slots: list[int], positions: list[int]) -> tuple[np.ndarray, int, int]:
-        """Appends the slots and the positions of what is reserved to those of a step. Returns the
-        sequence as `_core.AttentionPlan` takes it: its block table, first position and number of
-        rows.
+        """Appends the slots and the positions of what is reserved to those of a step. Returns
+        `rows`.
         """
         first, count = self._num_tokens, self._num_reserved
         self._append_slots(slots, first, count)
         positions.extend(range(first, first + count))
-        return self._view, first, count
+        return self.rows()
 
     @property
     def held_blocks(self) -> tuple[int, ...]:

@@ -24,6 +24,12 @@ class SequenceRun(Protocol):
         """
         ...
 
+    def most_likely(self, token_ids: Sequence[int]) -> int:
+        """Computes the next tokens and returns the id of the most likely one behind them, the
+        lowest among equals. Errors are those of `forward`.
+        """
+        ...
+
     def digest(self) -> Iterator[bytes]:
         """Yields the bytes of all keys and values that are stored, in the order of layers."""
         ...
@@ -43,6 +49,11 @@ class PagedRun:
     def forward(self, token_ids: Sequence[int]) -> torch.Tensor:
         """As `SequenceRun.forward`; raises ConfigError beyond `max_tokens`."""
         return self._packed.forward([StepRows(self._sequence, token_ids)])[0]
+
+    def most_likely(self, token_ids: Sequence[int]) -> int:
+        """As `SequenceRun.most_likely`."""
+        with self._packed.begin([StepRows(self._sequence, token_ids)]) as step:
+            return step.most_likely(1)[0]
 
     def digest(self) -> Iterator[bytes]:
         """As `SequenceRun.digest`."""
@@ -74,6 +85,10 @@ class CachedRun:
         self._cache = out.past_key_values
         logits: torch.Tensor = out.logits[0, -1]
         return logits
+
+    def most_likely(self, token_ids: Sequence[int]) -> int:
+        """As `SequenceRun.most_likely`."""
+        return int(torch.argmax(self.forward(token_ids)))
 
     def digest(self) -> Iterator[bytes]:
         """As `SequenceRun.digest`."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_moe.errors import EngineError
-from dflash_moe.forward.sequence import SequenceBlocks
+from dflash_moe.forward.sequence import BlockCopy, SequenceBlocks
+from dflash_moe.operators.row_groups import StepSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,14 @@ class StepBlocks:
             row_starts=np.array(row_starts, np.int64),
             sequences=tuple(sequences),
         )
+
+    def sequences(self) -> tuple[list[StepSequence], list[BlockCopy]]:
+        """Does what `pack` does for whoever finds slots and positions by itself: returns each
+        sequence as `_core.AttentionPlan` takes it, and the blocks to copy.
+        """
+        self._check_open("pack")
+        self._is_packed = True
+        return [one.rows() for one in self._rows], [one.copy for one in self._rows if one.copy is not None]
 
     def commit(self, kept: Sequence[int] | None = None) -> None:
         """Ends the step after a clean forward pass. Sequence i, in the order of `append`, keeps the

@@ -19,7 +19,7 @@ from torch import nn
 from dflash_moe.forward.forward import PackedForward, StepRows
 from dflash_moe.forward.layer_loop import LayerLoop
 from dflash_moe.forward.step_blocks import StepBlocks
-from dflash_moe.integrations.transformers import ExpertRoute, route_of
+from dflash_moe.integrations.transformers import Detours, ExpertRoute, route_of
 from dflash_moe.model.architecture import find_experts, is_on_interface
 from dflash_moe.operators.attention_probe import AttentionProbe
 from dflash_moe.operators.layer_buffers import BufferPool
@@ -33,6 +33,7 @@ from dflash_moe.operators.report import Finding, TakeoverReport
 from dflash_moe.operators.step_context import StepContext, computing
 
 if TYPE_CHECKING:
+    from dflash_moe import _core
     from dflash_moe.experts.expert_call import BoundExperts
     from dflash_moe.operators.paged_attention import LayerPages
 
@@ -64,16 +65,18 @@ class _BoundRoute:
         self._module, self._tensors, self._out = module, tensors, out
         self._bound: BoundExperts | None = None
 
-    def begin(self) -> BoundExperts | None:
-        """Counts a call of the runtime and returns it for the core, None where something stands in
-        for the route.
-        """
+    def bound(self) -> tuple[BoundExperts, _core.CallCount, Detours] | None:
+        """As `BoundCall.bound`: None where something stands in for the route."""
         route = route_of(self._module)
-        return self._begin(route) if isinstance(route, ExpertRoute) else None
+        if not isinstance(route, ExpertRoute):
+            return None
+        if self._bound is None:
+            self._bound = route.runtime.bind(route.layer, *self._tensors, self._out)
+        return self._bound, route.count, route.detours
 
     def run(self, step: StepContext) -> None:
         """Computes the result."""
-        bound, clock = self.begin(), step.clock
+        bound, clock = self._begin(), step.clock
         if bound is None:
             self._out.copy_(route_of(self._module).call(*self._tensors))
             return
@@ -83,7 +86,7 @@ class _BoundRoute:
 
     def submit(self, step: StepContext) -> Callable[[], None]:
         """Starts the call and returns what waits for its end."""
-        bound, clock = self.begin(), step.clock
+        bound, clock = self._begin(), step.clock
         if bound is None:
             return lambda: self.run(step)
         submitted_s = perf_counter()
@@ -96,11 +99,13 @@ class _BoundRoute:
 
         return wait
 
-    def _begin(self, route: ExpertRoute) -> BoundExperts:
-        route.calls += 1
-        if self._bound is None:
-            self._bound = route.runtime.bind(route.layer, *self._tensors, self._out)
-        return self._bound
+    def _begin(self) -> BoundExperts | None:
+        found = self.bound()
+        if found is None:
+            return None
+        bound, count, _ = found
+        count.add()
+        return bound
 
 
 def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, LayerPages], report: TakeoverReport) -> None:
@@ -180,7 +185,7 @@ def _loop(packed: PackedForward, layers: list[HostLayer]) -> None:
     head = model.get_output_embeddings()
     if len(norms) != 1 or not isinstance(head, HostLinear):
         return
-    loop = LayerLoop(model.get_input_embeddings(), layers, norms[0], head, packed.rotary[0])
+    loop = LayerLoop(packed.cache.pool, model.get_input_embeddings(), layers, norms[0], head, packed.rotary[0])
     expected = list(_probe_logits(packed, (model.get_input_embeddings(), norms[0], head)))
     packed.loop = loop
     found = _probe_logits(packed, (model.get_input_embeddings(), norms[0], head))

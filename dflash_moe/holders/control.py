@@ -37,10 +37,14 @@ STOP_S = 5.0
 class WorkerOrders:
     """What a host does when it is asked for something about its workers."""
 
-    def __init__(self, placed: PlacedExperts, elastic: Elastic, keeper: WorkerKeeper) -> None:
+    def __init__(
+        self, placed: PlacedExperts, elastic: Elastic, keeper: WorkerKeeper, stats: Callable[[], dict[str, Any]]
+    ) -> None:
+        """`stats` returns what the order of that name is answered with, without asking a worker."""
         self._placed = placed
         self._elastic = elastic
         self._keeper = keeper
+        self._stats = stats
 
     def answer(self, request: dict[str, Any]) -> Any:
         """Carries out a request and returns the result. Raises ProtocolError for one that is not
@@ -48,6 +52,7 @@ class WorkerOrders:
         """
         orders: dict[str, Callable[[dict[str, Any]], Any]] = {
             "list": lambda _request: self._list(),
+            "stats": lambda _request: self._stats(),
             "add": lambda request: self._elastic.add(_text(request, "spec")) and None,
             "drain": lambda request: self._elastic.remove(_text(request, "name"), _drain_s(request), force=_force(request)),
             "restart": lambda request: self._elastic.restart(_text(request, "name"), _drain_s(request), force=_force(request)),

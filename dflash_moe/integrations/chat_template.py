@@ -26,21 +26,23 @@ from typing import Any
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError, printable, shown
 from dflash_moe.holders.launcher import FOLDER_VARIABLES, ISOLATION, isolated_environment
 from dflash_moe.integrations import template_process
-from dflash_moe.integrations.template_process import LENGTH, MEMORY_BYTES, OUTPUT_BYTES, RENDER_S
+from dflash_moe.integrations.template_process import LENGTH, MAX_TEXT_BYTES, MEMORY_BYTES, RENDER_S
 from dflash_moe.model.checkpoint_files import find_gguf
 from dflash_moe.model.formats.gguf_header import read_gguf_header
 
 GGUF_KEY = "tokenizer.chat_template"
 # Of several templates, the one with this name is meant where nobody chose.
 DEFAULT = "default"
+TOOL_USE = "tool_use"
 # Rendering is limited in processor time, which a busy machine gives late. What is not there after
 # so long will not come.
 PATIENCE_S = 10.0
 # An interpreter with jinja2 starts in 0.1 s on an idle machine.
 START_S = 30.0
 REAP_S = 5.0
-# An answer is JSON in ASCII, which spells a byte of text with at most six.
-MAX_ANSWER_BYTES = 6 * OUTPUT_BYTES + (1 << 16)
+# So much text is taken of any model, so that a conversation that is a little too long for a small
+# one is counted in tokens, which says more.
+LEAST_TEXT_BYTES = 1 << 20
 # What an interpreter needs to start. Everything else stays here: a token in the environment is
 # nothing for a stranger's program.
 _KEPT_VARIABLES = {*FOLDER_VARIABLES, "PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV"}
@@ -81,19 +83,49 @@ def find_chat_template(path: Path, tokenizer: Any) -> ChatTemplate:
     return ChatTemplate(found, origin)
 
 
+def find_tool_template(path: Path, tokenizer: Any) -> ChatTemplate | None:
+    """Returns the template for conversations with tools, of a checkpoint that has another one for
+    them.
+    """
+    parts = find_gguf(path)
+    if parts:
+        found: Any = read_gguf_header(parts[0], 0).metadata.get(f"{GGUF_KEY}.{TOOL_USE}")
+    else:
+        templates = getattr(tokenizer, "chat_template", None)
+        found = templates.get(TOOL_USE) if isinstance(templates, Mapping) else None
+    return ChatTemplate(found, f"the chat template {TOOL_USE} of {path}") if isinstance(found, str) and found else None
+
+
 def special_tokens(tokenizer: Any) -> dict[str, str]:
     """Returns the tokens that templates name, such as `bos_token`, as texts by name."""
     return {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list | tuple)}
 
 
+def most_text_bytes(tokenizer: Any, num_tokens: int) -> int:
+    """Returns how many bytes of UTF-8 a text may have of which a tokenizer makes `num_tokens`
+    tokens and drops nothing: each is as long as the longest in its vocabulary, where none is spelt
+    with fewer bytes than it stands for. At least it is LEAST_TEXT_BYTES, and at most what the
+    process that renders has memory for. The tokenizer is one of transformers or a bare
+    `tokenizers.Tokenizer`.
+    """
+    longest = max((len(token.encode("utf-8", "surrogatepass")) for token in tokenizer.get_vocab()), default=1)
+    return min(max(num_tokens * longest, LEAST_TEXT_BYTES), MAX_TEXT_BYTES)
+
+
 class TemplateRenderer:
     """Renders one template. Any thread may call; one rendering runs at a time. It owns a child
     process; close it, or use it as a context manager.
+
+    `max_text_bytes` bounds a conversation's text, as `most_text_bytes` has it of the model's
+    context.
     """
 
-    def __init__(self, template: ChatTemplate, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, template: ChatTemplate, special_tokens: Mapping[str, str], *, max_text_bytes: int = LEAST_TEXT_BYTES
+    ) -> None:
         """`special_tokens` are variables of the template by name, such as `bos_token`."""
         self.template = template
+        self.max_text_bytes = max_text_bytes
         self._special_tokens = dict(special_tokens)
         self._process: _Process | None = None
         self._lock = threading.Lock()
@@ -103,18 +135,22 @@ class TemplateRenderer:
         has `role` and `content`; `variables` are further ones of the template, of JSON's types.
 
         Errors: CheckpointError naming the template for one that does not compile, fails, or passes
-        a limit; ConfigError where it refuses these messages.
+        a limit; ConfigError where it refuses these messages, or they are longer than its text may
+        be.
         """
+        max_text_bytes = self.max_text_bytes
         wanted = {
             **self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **variables,
             "messages": list(messages),
         }  # fmt: skip
-        request = json.dumps({"template": self.template.text, "variables": wanted}).encode("ascii")
+        request = json.dumps({"template": self.template.text, "variables": wanted, "max_text_bytes": max_text_bytes}).encode(
+            "ascii"
+        )
         with self._lock:
             if self._process is None:
                 self._process = _Process()
             try:
-                answer = self._process.ask(request)
+                answer = self._process.ask(request, max_text_bytes)
             except _Ended as end:
                 self._end()
                 raise self._passed(end.limit) from None
@@ -122,7 +158,12 @@ class TemplateRenderer:
                 # An interrupt leaves a rendering behind, whose answer must not become the next one.
                 self._end()
                 raise
-        return self._text_of(answer)
+        if answer.get("error") == template_process.OUTPUT and len(request) > max_text_bytes:
+            raise ConfigError(
+                f"the conversation is too long: it and its template have more than {max_text_bytes:,} bytes, and the model's "
+                "context takes no more; begin a new one, or leave out its oldest turns"
+            )
+        return self._text_of(answer, max_text_bytes)
 
     def close(self) -> None:
         """Ends the process. It may be called twice; a later rendering starts another."""
@@ -134,7 +175,7 @@ class TemplateRenderer:
             self._process.close()
             self._process = None
 
-    def _text_of(self, answer: Mapping[str, Any]) -> str:
+    def _text_of(self, answer: Mapping[str, Any], max_text_bytes: int) -> str:
         kind = answer.get("error")
         if kind is None:
             return str(answer.get("text", ""))
@@ -150,7 +191,8 @@ class TemplateRenderer:
             raise CheckpointError(f"{origin} does not compile: {at}{message}; download it again, or ask its maker for a fix")
         if kind == template_process.FAILED:
             raise CheckpointError(f"{origin} fails: {at}{message}; download it again, or ask its maker for a fix")
-        raise self._passed(_LIMITS.get(kind, _NO_ANSWER))
+        limits = {template_process.MEMORY: _MEMORY_LIMIT, template_process.OUTPUT: _text_limit(max_text_bytes)}
+        raise self._passed(limits.get(kind, _NO_ANSWER))
 
     def _passed(self, limit: str) -> CheckpointError:
         return CheckpointError(
@@ -168,10 +210,15 @@ class TemplateRenderer:
 _NO_ANSWER = "its process answered what it never should"
 _TIME_LIMIT = f"rendering took over {RENDER_S:g} s of processor time"
 _MEMORY_LIMIT = f"rendering took over {MEMORY_BYTES >> 20} MiB of memory"
-_LIMITS = {
-    template_process.MEMORY: _MEMORY_LIMIT,
-    template_process.OUTPUT: f"its text is over {OUTPUT_BYTES >> 20} MiB",
-}
+
+
+def _text_limit(max_text_bytes: int) -> str:
+    return f"its text has more than {max_text_bytes:,} bytes"
+
+
+def child_environment() -> dict[str, str]:
+    """Returns the environment of a process that runs what a stranger wrote."""
+    return {name: value for name, value in isolated_environment(os.environ).items() if name in _KEPT_VARIABLES}
 
 
 class _Ended(Exception):  # noqa: N818 - it carries which limit ended the process
@@ -186,14 +233,13 @@ class _Process:
     """A running template_process.py. One thread at a time may ask."""
 
     def __init__(self) -> None:
-        environment = {name: value for name, value in isolated_environment(os.environ).items() if name in _KEPT_VARIABLES}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, *ISOLATION, str(Path(template_process.__file__).resolve())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=environment,
+                env=child_environment(),
                 cwd="/",
                 # Ctrl-C is for this process. That one ends with the pipe, or a second later.
                 start_new_session=True,
@@ -206,7 +252,7 @@ class _Process:
         for descriptor in (self._to, self._from):
             os.set_blocking(descriptor, False)
         try:
-            self._read_answer(time.monotonic() + START_S)
+            self._read_answer(time.monotonic() + START_S, 0)
         except _Ended:
             self.close()
             raise DflashError(
@@ -217,11 +263,11 @@ class _Process:
             self.close()
             raise
 
-    def ask(self, request: bytes) -> dict[str, Any]:
+    def ask(self, request: bytes, max_text_bytes: int) -> dict[str, Any]:
         """Sends a request and returns its answer. Raises _Ended with the limit that ended it."""
         deadline = time.monotonic() + PATIENCE_S
         self._write_all(LENGTH.pack(len(request)) + request, deadline)
-        return self._read_answer(deadline)
+        return self._read_answer(deadline, max_text_bytes)
 
     def _write_all(self, frame: bytes, deadline: float) -> None:
         rest = memoryview(frame)
@@ -234,10 +280,11 @@ class _Process:
             except BrokenPipeError:
                 raise self._ended() from None
 
-    def _read_answer(self, deadline: float) -> dict[str, Any]:
+    def _read_answer(self, deadline: float, max_text_bytes: int) -> dict[str, Any]:
         size = LENGTH.unpack(self._read_exactly(LENGTH.size, deadline))[0]
-        if size > MAX_ANSWER_BYTES:
-            raise _Ended(_LIMITS[template_process.OUTPUT])
+        # JSON in ASCII spells a byte of text with at most six; an error is shorter than the rest.
+        if size > 6 * max_text_bytes + (1 << 16):
+            raise _Ended(_text_limit(max_text_bytes))
         text = self._read_exactly(size, deadline)
         try:
             found = json.loads(text)

@@ -1,5 +1,8 @@
 """Turns generated token ids into text as they come, and knows after which ones a model stops.
 
+Neither torch nor transformers is imported here or in what this imports: a process that only makes
+text of tokens has neither.
+
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_moe.integrations.tokenizer import decode
+from dflash_moe.integrations.tokenizer import decode, special_ids
 
 # What is no character after so many tokens never becomes one: a character has at most four bytes,
 # and each may be a token of its own.
@@ -23,8 +26,9 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is one of transformers, or a bare `tokenizers.Tokenizer`."""
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = special_ids(tokenizer)
         self._token_ids: list[int] = []
         # Tokens from `_context` on are decoded with every new one, because a token's text may
         # depend on what is before it. Of their text `_num_given` characters were returned, and

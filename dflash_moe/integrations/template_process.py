@@ -27,7 +27,9 @@ from typing import Any, BinaryIO
 # Those who import this file for its limits need no jinja2.
 RENDER_S = 1.0  # of processor time, compiling included
 MEMORY_BYTES = 256 << 20  # of address space; the interpreter with jinja2 takes 25 MiB of it
-OUTPUT_BYTES = 1 << 20
+# A request says how many bytes of text it takes, so many at most: of the worst text, whose letters
+# are six bytes of JSON for two of UTF-8, thirteen times as many are in memory at once.
+MAX_TEXT_BYTES = MEMORY_BYTES // 16
 LENGTH = struct.Struct("<I")
 # What an answer says went wrong.
 SYNTAX, REFUSED, FAILED, MEMORY, OUTPUT = "syntax", "refused", "failed", "memory", "output"
@@ -60,7 +62,7 @@ def _answer(environment: Any, compiled: dict[str, Any], request: dict[str, Any])
         if text not in compiled:
             compiled.clear()
             compiled[text] = environment.from_string(text)
-        return _rendered(compiled[text], request["variables"])
+        return _rendered(compiled[text], request["variables"], min(request["max_text_bytes"], MAX_TEXT_BYTES))
     except MemoryError:
         return {"error": MEMORY}
     except jinja2.TemplateSyntaxError as error:
@@ -71,11 +73,11 @@ def _answer(environment: Any, compiled: dict[str, Any], request: dict[str, Any])
         return {"error": FAILED, "message": _cut(f"{type(error).__name__}: {error}"), "line": _line(error)}
 
 
-def _rendered(template: Any, variables: dict[str, Any]) -> dict[str, Any]:
+def _rendered(template: Any, variables: dict[str, Any], max_text_bytes: int) -> dict[str, Any]:
     parts, size = [], 0
     for part in template.generate(variables):
         size += len(part.encode("utf-8", "surrogatepass"))
-        if size > OUTPUT_BYTES:
+        if size > max_text_bytes:
             return {"error": OUTPUT}
         parts.append(part)
     return {"text": "".join(parts)}

@@ -166,10 +166,28 @@ def _encoding(text: str) -> Iterator[None]:
         yield
 
 
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Returns the ids of special tokens of a tokenizer, one of transformers or a bare
+    `tokenizers.Tokenizer`.
+    """
+    found = getattr(tokenizer, "all_special_ids", None)
+    if found is None:
+        found = [token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    return frozenset(found)
+
+
 def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """Returns the text of ids. Raises UnsupportedError where the tokenizer fails."""
-    with refusing_tokenizer(f"the model's tokenizer cannot decode {len(token_ids)} token ids; its files are damaged"):
+    """Returns the text of ids, for a tokenizer of transformers or a bare `tokenizers.Tokenizer`.
+    Raises UnsupportedError where the tokenizer fails.
+    """
+    # Not by `refusing_tokenizer`, which would take longer than the decoding of a token.
+    try:
         return str(tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+    except BaseException as error:
+        if not _is_refused(error):
+            raise
+        what = f"the model's tokenizer cannot decode {len(token_ids)} token ids; its files are damaged"
+        raise UnsupportedError(f"{what}: {in_one_line(error)}") from error
 
 
 @contextmanager
@@ -179,9 +197,12 @@ def refusing_tokenizer(what: str, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except DflashError:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+        if not _is_refused(error):
             raise
         raise UnsupportedError(f"{what}: {in_one_line(error)}{'; ' * bool(remedy)}{remedy}") from error
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Says whether an error is one of a tokenizer, and none of ours nor an interrupt."""
+    return not isinstance(error, DflashError) and (isinstance(error, Exception) or type(error).__name__ == _PANIC)

@@ -14,12 +14,14 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, ConfigError, UnsupportedError
 from dflash_moe.integrations.host_weights import TORCH_DTYPES, load_weights
 from dflash_moe.model.architecture import find_experts, find_model_class, load_config
@@ -47,16 +49,28 @@ _TIED_KEYS = "all_tied_weights_keys"
 _ROUTE = "dflash_moe_route"
 
 
+@dataclass(slots=True)
+class Detours:
+    """How many blocks are open in which something stands in for the routes of a model: what was
+    bound to them asks this one number in every step.
+    """
+
+    open: int = 0
+
+
 class ExpertRoute:
     """The layer of a runtime to which the calls of one experts module go. It counts the calls."""
 
-    __slots__ = ("__weakref__", "calls", "layer", "out_size", "runtime")
+    __slots__ = ("__weakref__", "count", "detours", "layer", "out_size", "runtime")
 
-    def __init__(self, runtime: ExpertRuntime, layer: LayerSpec) -> None:
+    def __init__(self, runtime: ExpertRuntime, layer: LayerSpec, detours: Detours) -> None:
+        """`detours` are those of the model."""
         self.runtime = runtime
         self.layer = layer.index
         self.out_size = layer.ffn.out_size
-        self.calls = 0
+        self.detours = detours
+        # Programs of the core count their calls here too.
+        self.count = _core.CallCount()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRoute:
         # A copied model calls the same workers.
@@ -66,7 +80,7 @@ class ExpertRoute:
         """Returns [num_tokens, out_size] in the dtype of `hidden_states`, with the arguments and
         errors of `ExpertRuntime.experts`.
         """
-        self.calls += 1
+        self.count.add()
         step = current_step()
         if step is None:
             return self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
@@ -241,6 +255,9 @@ def routes_replaced(model: Any, replacement: Callable[[Any], Any]) -> Iterator[N
     route: something with the method `ExpertRoute.call`.
     """
     routes = {module: module.__dict__[_ROUTE] for module in find_experts(model).values() if _ROUTE in module.__dict__}
+    detours = [route.detours for route in routes.values() if isinstance(route, ExpertRoute)]
+    for one in detours:
+        one.open += 1
     try:
         for module, route in routes.items():
             module.__dict__[_ROUTE] = replacement(route)
@@ -248,6 +265,8 @@ def routes_replaced(model: Any, replacement: Callable[[Any], Any]) -> Iterator[N
     finally:
         for module, route in routes.items():
             module.__dict__[_ROUTE] = route
+        for one in detours:
+            one.open -= 1
 
 
 class _Watched:
@@ -274,7 +293,8 @@ def expert_calls(model: Any) -> dict[str, int]:
     """Returns the number of calls made so far by the name of each experts module that is connected
     to a runtime.
     """
-    return {name: module.__dict__[_ROUTE].calls for name, module in find_experts(model).items() if _ROUTE in module.__dict__}
+    routes = {name: module.__dict__[_ROUTE] for name, module in find_experts(model).items() if _ROUTE in module.__dict__}
+    return {name: route.count.value for name, route in routes.items()}
 
 
 def _connect(experts: Mapping[str, Any], runtime: ExpertRuntime) -> None:
@@ -284,13 +304,14 @@ def _connect(experts: Mapping[str, Any], runtime: ExpertRuntime) -> None:
         raise ConfigError(
             f"the model has {len(experts)} layers with routed experts, the runtime {len(layers)}; only one of them has {odd[0]}"
         )
+    detours = Detours()
     for name, module in experts.items():
         layer = layers[name]
         down = module._parameters.get("down_proj")
         if down is not None and (down.shape[0], *sorted(down.shape[1:])) != _down_shape(layer):
             theirs, ours = list(down.shape), list(_down_shape(layer))
             raise ConfigError(f"{name}: the model's down_proj has shape {theirs}, the runtime's layer is of {ours}")
-        route = ExpertRoute(runtime, layer)
+        route = ExpertRoute(runtime, layer, detours)
         _routes[id(route)] = route
         module.__dict__[_ROUTE] = route
 

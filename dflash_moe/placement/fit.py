@@ -82,12 +82,18 @@ class Card:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What is free on this machine: its cards from the fastest on, bytes of memory with control
-    groups counted, and cores.
+    groups counted, and cores. Of the memory a server's front will take `front_bytes`.
     """
 
     cards: tuple[Card, ...]
     memory_bytes: int
     cores: int
+    front_bytes: int = 0
+
+    @property
+    def model_bytes(self) -> int:
+        """The memory that is free for the model."""
+        return self.memory_bytes - self.front_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +182,7 @@ def fit(model: FitModel, machine: Machine, wishes: FitWishes | None = None) -> F
         left = [at for at in left if at not in held]
     if wishes.layers_on_cards is not None and limit > 0:
         raise _too_many(model, machine, rooms, places, wishes.layers_on_cards)
-    memory = machine.memory_bytes - MARGIN_BYTES - (taken if host is None else 0)
+    memory = machine.model_bytes - MARGIN_BYTES - (taken if host is None else 0)
     held = _fill(left, [layer.memory_bytes if layer.can_pack else -1 for layer in model.layers], memory, len(left))
     places.append(_place("memory", None, model, held, memory))
     left = [at for at in left if at not in held]
@@ -217,7 +223,7 @@ def _host(model: FitModel, machine: Machine, context: int, kv_bytes: int | None)
         if not card.no_host and needed + MARGIN_BYTES <= card.free_bytes:
             return card
     needed = model.in_memory.dense_bytes + _kv_bytes(model.in_memory, context, kv_bytes)
-    if needed + MARGIN_BYTES > machine.memory_bytes:
+    if needed + MARGIN_BYTES > machine.model_bytes:
         raise _too_large(model, machine, context, needed, kv_bytes)
     return None
 
@@ -307,7 +313,7 @@ def _too_large(model: FitModel, machine: Machine, context: int, needed: int, kv_
     """Makes the error for a host's own part that has no room. It names what would have: a smaller
     context for these weights, and smaller weights for this context.
     """
-    needs, room = model.in_memory, machine.memory_bytes - MARGIN_BYTES
+    needs, room = model.in_memory, machine.model_bytes - MARGIN_BYTES
     tokens = (room - needs.dense_bytes) // max(1, needs.kv_token_bytes)
     kv = kv_bytes if kv_bytes is not None else context * needs.kv_token_bytes
     remedies = []
@@ -317,10 +323,11 @@ def _too_large(model: FitModel, machine: Machine, context: int, needed: int, kv_
         remedies.append(f"engine.kv_memory of {format_bytes(room - needs.dense_bytes)}")
     if room > kv:
         remedies.append(f"a smaller quantisation, whose weights beside the experts take at most {format_bytes(room - kv)}")
-    remedies.append(f"{format_bytes(needed + MARGIN_BYTES - machine.memory_bytes)} more of free memory")
+    remedies.append(f"{format_bytes(needed + MARGIN_BYTES - machine.model_bytes)} more of free memory")
+    front = f", of which the server's front takes {format_bytes(machine.front_bytes)}" if machine.front_bytes else ""
     return ConfigError(
         f"{model.name} is too large for this machine even with all experts in the mapped file: its other weights take "
         f"{format_bytes(needs.dense_bytes)} and its keys and values of {context:,} tokens {format_bytes(kv)}, beside "
-        f"{format_bytes(MARGIN_BYTES)} that stays free; {format_bytes(machine.memory_bytes)} of memory are free: "
-        f"{format_bytes(needed + MARGIN_BYTES - machine.memory_bytes)} short; what would fit: {', or '.join(remedies)}"
+        f"{format_bytes(MARGIN_BYTES)} that stays free; {format_bytes(machine.memory_bytes)} of memory are free{front}: "
+        f"{format_bytes(needed + MARGIN_BYTES - machine.model_bytes)} short; what would fit: {', or '.join(remedies)}"
     )

@@ -23,7 +23,7 @@ def describe(model: FitModel, machine: Machine, found: Fit, command: str) -> lis
     lines = [f"{model.name}, fitted to this machine: {len(model.layers)} layers with experts in {model.formats}, {total}"]
     lines += _card_lines(model, machine, found)
     free = f"memory, {format_bytes(machine.memory_bytes)} free, {machine.cores} core{'s' * (machine.cores != 1)}"
-    lines.append(f"  {free}: {_contents(model, found, None, machine.memory_bytes)}")
+    lines.append(f"  {free}: {_contents(model, found, None, machine.memory_bytes, machine.front_bytes)}")
     mapped = _place(found, "mapped")
     if mapped is not None:
         can_pack = all(model.layers[at].can_pack for at in mapped.layers)
@@ -90,7 +90,7 @@ def _card_lines(model: FitModel, machine: Machine, found: Fit) -> list[str]:
     return lines
 
 
-def _contents(model: FitModel, found: Fit, card: Card | None, free_bytes: int) -> str:
+def _contents(model: FitModel, found: Fit, card: Card | None, free_bytes: int, front_bytes: int = 0) -> str:
     """Returns what lies on a card, or in memory where that is None, and what is left of it."""
     place = _place(found, "memory") if card is None else next((one for one in found.places if one.card is card), None)
     parts, taken = [], 0
@@ -102,6 +102,9 @@ def _contents(model: FitModel, found: Fit, card: Card | None, free_bytes: int) -
     if place is not None:
         taken += place.num_bytes
         parts.append(f"experts of {_layers(model, place)} ({format_bytes(place.num_bytes)})")
+    if front_bytes:
+        taken += front_bytes
+        parts.append(f"the server's front ({format_bytes(front_bytes)})")
     return "; ".join([*parts, f"{format_bytes(free_bytes - taken)} left"]) if parts else "nothing"
 
 

@@ -5,9 +5,10 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.forward.residuals import ResidualDigests, residuals_shown
@@ -62,6 +63,22 @@ def make_receipt(
         tokens=tuple(tokens),
         residuals=_residuals(digests, len(prompt_ids) + len(tokens) - 1, llm.host.model.config),
     )
+
+
+def deciding_fields(llm: LLM) -> dict[str, Any]:
+    """Returns those fields of a receipt that decide the tokens of any request, as JSON has them:
+    all but the contents of shards, for which mapped files would have to be read whole. The model's
+    fingerprint has samples of them.
+    """
+    runtime = llm.runtime
+    return {
+        "version": __version__,
+        "fingerprint": runtime.spec.fingerprint,
+        "dtype": runtime.spec.dtype,
+        "wire_dtypes": list(runtime.wire_dtypes),
+        "layers": [[dataclasses.asdict(terms) for terms in shards] for shards in shard_map(runtime)],
+        "host": dataclasses.asdict(host_facts(llm.host, runtime)),
+    }
 
 
 def shard_map(runtime: ExpertRuntime) -> ShardMap:

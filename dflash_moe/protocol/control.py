@@ -74,7 +74,20 @@ def ask(pid: int | None, request: dict[str, Any], *, timeout_s: float) -> Any:
     is, and returns its answer. Raises the error that the host answers with; ConfigError where there
     is no such host or several; DflashError where it does not answer in time.
     """
-    name = _address_of(pid, running_hosts())
+    return ask_at(find_host(pid)[1], request, timeout_s=timeout_s)
+
+
+def find_host(pid: int | None) -> tuple[int, str]:
+    """Returns process id and address of the host of this process id, or where that is None of the
+    only one there is. Raises ConfigError where there is no such host or several.
+    """
+    hosts = running_hosts()
+    name = _address_of(pid, hosts)
+    return next(found for found, names in hosts.items() if name in names), name
+
+
+def ask_at(name: str, request: dict[str, Any], *, timeout_s: float) -> Any:
+    """As `ask`, of the host at an address."""
     try:
         with dial(name) as sock:
             sock.settimeout(timeout_s)
@@ -103,7 +116,7 @@ def _address_of(pid: int | None, hosts: dict[int, list[str]]) -> str:
     return names[0]
 
 
-NO_HOST = "no host of this user runs here; `dflash-moe generate`, `chat`, or a Python program with an ExpertRuntime is one"
+NO_HOST = "no host of this user runs here; `dflash-moe serve`, `generate`, `chat`, or a program with an ExpertRuntime is one"
 
 
 def send_line(sock: socket.socket, value: Any, *, timeout_s: float) -> None:
@@ -131,7 +144,7 @@ def receive_line(sock: socket.socket, *, timeout_s: float) -> dict[str, Any]:
             raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes came")
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a line came that is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ProtocolError(f"expected a JSON object, found {type(value).__name__}")

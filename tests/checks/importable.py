@@ -15,8 +15,8 @@ from dflash_moe.errors import UnsupportedError
 
 # Who lacks one of these cannot import what needs it, and that is no finding. Everything else is.
 OTHERS = frozenset(
-    ("click", "gguf", "matplotlib", "msgpack", "numpy", "prompt_toolkit", "rich", "safetensors", "tokenizers", "torch",
-     "transformers", "typer", "yaml")
+    ("click", "gguf", "httptools", "matplotlib", "msgpack", "numpy", "prometheus_client", "prompt_toolkit", "rich",
+     "safetensors", "starlette", "tokenizers", "torch", "transformers", "typer", "uvicorn", "yaml")
 )  # fmt: skip
 EXTENSIONS = ("_core", "_measure", "_simulation")
 

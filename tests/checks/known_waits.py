@@ -105,8 +105,8 @@ KNOWN: dict[str, dict[str, str]] = {
         "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
     },
     "csrc/measure/floor.cc": {
-        "::recv": "bounded: set_timeouts gave the socket SO_RCVTIMEO before the pipe was made",
-        "::send": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",
+        "::poll": "bounded: the ten seconds of kTimeoutNs",
+        "::sendmsg": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",
         "futex SYS_futex": "bounded: waits for a second at most, and for 100,000 of them or wake-ups altogether",
         "join thread": "bounded: the answering thread ends by its own deadline, also when measuring failed",
     },
@@ -187,6 +187,12 @@ KNOWN: dict[str, dict[str, str]] = {
         "call os.waitpid": _KILLED,
         "call os.write": "bounded: four bytes into a pipe that holds 64 KiB and is empty",
     },
+    "dflash_moe/bench/streaming/load.py": {
+        "call slots.acquire": "bounded: a place is free once a request has ended, and each has the time limit of --timeout",
+    },
+    "dflash_moe/bench/streaming/served_model.py": {
+        "call process.poll": "bounded: it looks whether the process has ended, and waits for nothing",
+    },
     "dflash_moe/bench/ipc.py": {
         "call listener.accept": "bounded: the listener has a timeout of five seconds",
         "call os.waitpid": _KILLED,
@@ -214,6 +220,22 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock self._lock": "bounded: held over one rendering, which ends by its deadline or with its process",
         "call os.read": "bounded: the pipe does not block, and select before it has the deadline",
         "call os.write": "bounded: the pipe does not block, and select before it has the deadline",
+    },
+    "dflash_moe/integrations/grammar_process.py": {
+        "call socket.recv_fds": "bounded: it waits for what it is to start, and ends with the process that asks",
+        "call os.read": "bounded: the pipe was made non-blocking two lines before",
+        "call sock.sendall": "bounded: the process is ended by its pipe once nobody reads its answers",
+    },
+    "dflash_moe/integrations/grammar_starter.py": {
+        "call ours.sendall": "bounded: the socket has a timeout of START_S",
+        "call ours.recv": "bounded: the socket has a timeout of START_S",
+        "call socket.send_fds": "bounded: the socket has a timeout of START_S",
+    },
+    "dflash_moe/integrations/grammars.py": {
+        "lock self._lock": "bounded: held while a command is put into a queue without a bound, or the thread is started",
+        "call process.sock.sendall": "bounded: the socket has a timeout of SEND_S",
+        "call process.sock.recv": "bounded: the selector has said that there is something, or that it is at its end",
+        "call self._wakes.recv": "bounded: the socket does not block",
     },
     "dflash_moe/forward/rotary_tables.py": {
         "lock self._lock": "bounded: held while tables of cosines are computed; nobody waits for anything else within it",
@@ -311,6 +333,32 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/holders/worker_keeper.py": {
         "lock self._lock": "bounded: held over a state machine's step, reads of it, or what the client is told of a newcomer",
+    },
+    "dflash_moe/server/front/engine_link.py": {"call question.result": "bounded: a future of asyncio that is done"},
+    "dflash_moe/server/front/process.py": {"call link.ending.result": "bounded: a future of asyncio that is done"},
+    "dflash_moe/server/front/text_threads.py": {
+        "call computed.exception": "bounded: asyncio calls this once the future is done",
+        "call computed.result": "bounded: asyncio calls this once the future is done",
+    },
+    "dflash_moe/server/front/event_stream.py": {
+        "call taking.result": "bounded: the task is done, as the line before has asked",
+        "call writing.result": "bounded: the task is done, as the line before has asked",
+    },
+    "dflash_moe/server/front/request_log.py": {
+        "call os.write": "bounded: a thread that nobody waits for but for a second at the end; what it holds up is dropped",
+        "call self._lines.get": "bounded: ends with the line that close() sends, or with the process, whose daemon it is",
+    },
+    "dflash_moe/server/front_keeper.py": {
+        "lock self._lock": "bounded: held over frames that are queued, and over packing the tokenizer; nobody waits in it",
+    },
+    "dflash_moe/server/relay.py": {
+        "call self._sock.recv": "bounded: ends with the front, whose death closes the pair, and by `hang_up`",
+        "call self._sock.sendall": "bounded: SO_SNDTIMEO of the socket, 30 s without a byte taken",
+        "lock self._lock": "bounded: held over the submission of one prompt, or over the numbers of a step's deltas",
+    },
+    "dflash_moe/server/serving.py": {
+        "call self._events.get": "bounded: ends with a signal, the failure of the front, or the drain, which has a deadline",
+        "call self._is_up.wait": "bounded: ends with the front that is up, its failure, or the process, whose daemon it is",
     },
     "dflash_moe/telemetry/logs.py": {
         "lock self._lock": "bounded: held over a read of at most 4 KiB of memory, or the close of its descriptor",

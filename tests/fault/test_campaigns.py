@@ -16,9 +16,9 @@ from bench.campaigns.faults.__main__ import CAMPAIGNS, run_campaign, shown
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.record.steps import STEPS
 
-# These take more than 20 s. RECORDED run within the step `faults` of tests/e2e/test_record_runs.py.
-# Where this machine lacks what one of them needs, that whole step is left out, and the others run
-# here. The step breaks nothing in `failing-calls` when it is quick.
+# These take more than 20 s. RECORDED run within the step `faults` of `make verify-all`. Where this
+# machine lacks what one of them needs, that whole step is left out, and the others run here. The
+# step breaks nothing in `failing-calls` when it is quick.
 LONG = {
     "kills", "stops", "partitions", "lossy-link", "proxies", "strangers", "control-groups", "damaged-files", "failing-calls",
     "mode-changes", "soak",
@@ -33,7 +33,7 @@ def test_what_must_hold_does_whatever_breaks(name: str, tmp_path: Path) -> None:
     if reason := campaign.lacking():
         pytest.skip(reason)
     if name in RECORDED and not next(step for step in STEPS if step.name == "faults").lacking():
-        pytest.skip("it runs within the step `faults` of tests/e2e/test_record_runs.py")
+        pytest.skip("it runs within the step `faults` of `make verify-all`")
     logging.getLogger("dflash_moe").setLevel(logging.ERROR)
     try:
         run = run_campaign(campaign, size=campaign.quick, events_file=tmp_path / "events.jsonl")

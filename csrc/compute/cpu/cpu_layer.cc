@@ -166,12 +166,16 @@ Status CpuLayer::forward_portion(const Run& run) const {
                            args.local_expert_ids.subspan(portion.first_pair, portion.num_pairs),
                            args.weights.subspan(portion.first_pair, portion.num_pairs),
                            num_local_experts());
+  const FirstReads after = pool_.expected();
+  pool_.expect(gate_up_first(run.scratch.groups));
   DFLASH_TRY(place_scratch(run));
   widen_rows(run);
   // In a worker, the serving thread may move bytes of its data path here.
   run.progress.count_and_yield();
+  pool_.expect(down_first(run.scratch.groups));
   DFLASH_TRY(run_gate_up(run));
   encode_intermediate(run);
+  pool_.expect(after);
   auto in_range = run_down(run);
   if (!in_range.ok()) return std::move(in_range).error();
   if (in_range.value()) return ok();
@@ -262,6 +266,19 @@ uint32_t CpuLayer::down_panels_per_task(const ExpertGroups& groups) const {
   const uint32_t least = groups.most_pairs() <= kFewRows ? kFewRowsPanels : 1;
   return panels_per_task(experts_.down_panel_bytes(), experts_.num_out_panels(), 1, least,
                          pool_.num_threads());
+}
+
+FirstReads CpuLayer::gate_up_first(const ExpertGroups& groups) const {
+  if (experts_.is_mapped() || groups.groups().empty()) return {};
+  const uint32_t per_task = gate_up_panels_per_task(groups);
+  return {experts_.gate_up(groups.groups().front().local_expert_id, 0, 1).first,
+          per_task * experts_.num_matrices() * experts_.gate_up_panel_bytes()};
+}
+
+FirstReads CpuLayer::down_first(const ExpertGroups& groups) const {
+  if (experts_.is_mapped() || groups.groups().empty()) return {};
+  return {experts_.down(groups.groups().front().local_expert_id, 0, 1).first,
+          down_panels_per_task(groups) * experts_.down_panel_bytes()};
 }
 
 Status CpuLayer::run_gate_up(const Run& run) const {

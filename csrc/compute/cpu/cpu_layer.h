@@ -87,6 +87,9 @@ class CpuLayer final : public ExpertLayer {
   bool finish_columns(const Run& run, uint32_t first_panel, uint32_t num_panels) const;
   // The error that names the first value outside the reply's range, by row and column.
   Error first_range_error(const Run& run) const;
+  // What the tasks of the two projections read first.
+  FirstReads gate_up_first(const ExpertGroups& groups) const;
+  FirstReads down_first(const ExpertGroups& groups) const;
   uint32_t gate_up_panels_per_task(const ExpertGroups& groups) const;
   uint32_t down_panels_per_task(const ExpertGroups& groups) const;
   // Bytes of the scratch for each row and for each pair of a portion.

@@ -20,7 +20,8 @@ struct PackedOutput;  // panels/pack.h
 inline constexpr uint32_t kChainLength = 256;
 // Panels that one kernel call may span. This bounds the tile of sums on the kernel's stack.
 inline constexpr uint32_t kMaxGroupPanels = 16;
-// Up to this many rows, weights are widened in registers; with more, a block is expanded once.
+// Up to this many rows, weights go from memory to registers; with more, all rows of a call pass
+// over a block of them in the first-level cache.
 inline constexpr uint32_t kFewRows = 4;
 // Rows of one kernel call: eight tiles of twelve rows share a block of weights.
 inline constexpr uint32_t kMaxCallRows = 96;

@@ -54,6 +54,10 @@ class PackedLinear {
   static Status run_together(ThreadPool& pool, ScratchBlock& scratch, const RowsView& rows,
                              std::span<const LinearProduct> products);
 
+  // What tasks read first in a call for so many rows that is this layer's alone, or begins with it
+  // and reads `all_bytes` of weights.
+  FirstReads first_reads(uint32_t num_rows, uint32_t num_threads, size_t all_bytes) const;
+
   // Writes the weights of outputs `ids`, one of them per row of `out` [ids.size(), inputs()]:
   // widened exactly by their format's formula, then rounded once to the dtype of `out`. This reads
   // an embedding out of the one packed store. Errors: kInvalidArgument naming an id that does not
@@ -82,6 +86,7 @@ class PackedLinear {
   struct Call;
 
   PackedLinear() = default;
+  static uint32_t panels_per_group(const Part& part, uint32_t num_rows, size_t wanted_bytes);
   static void run_tasks(ThreadPool& pool, std::span<const Call> calls);
   // Adds a part whose panels begin at `first_byte`; returns where the next part's may begin.
   size_t place(const LinearPart& source, const KernelSet& kernels, size_t first_byte);

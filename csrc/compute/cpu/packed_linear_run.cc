@@ -34,6 +34,11 @@ size_t padded_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
 uint64_t divide_up(uint64_t value, uint64_t by) { return (value + by - 1) / by; }
 
+// `all_bytes` are the weights of all layers of a call, which share the threads.
+size_t bytes_per_task(size_t all_bytes, uint32_t num_threads) {
+  return std::clamp(all_bytes / (num_threads * kTasksPerThread), kMinTaskBytes, kMaxTaskBytes);
+}
+
 struct RowRange {
   uint32_t begin, size;
 };
@@ -77,7 +82,6 @@ struct PackedLinear::Call {
   // `all_bytes` are the weights of all layers of the call, which share the threads.
   void plan(size_t all_bytes);
   uint64_t num_tasks() const { return num_groups * num_pieces; }
-  uint32_t panels_per_group(const Part& part, size_t wanted_bytes) const;
   Task task_of(uint64_t number) const;
   PanelRun panels_of(const Task& task) const;
   void multiply(const Task& task, const PanelRun& panels) const;
@@ -103,8 +107,8 @@ void PackedLinear::Call::encode_rows() const {
   pool.run(divide_up(portion.size, kEncodeRows), body);
 }
 
-uint32_t PackedLinear::Call::panels_per_group(const Part& part, size_t wanted_bytes) const {
-  const uint32_t least = portion.size <= kFewRows ? kFewRowsPanels : 1;
+uint32_t PackedLinear::panels_per_group(const Part& part, uint32_t num_rows, size_t wanted_bytes) {
+  const uint32_t least = num_rows <= kFewRows ? kFewRowsPanels : 1;
   auto panels = static_cast<uint32_t>(
       std::clamp<size_t>(wanted_bytes / part.panel_bytes, least, kMaxGroupPanels));
   if (panels > kFewRowsPanels) panels -= panels % kFewRowsPanels;
@@ -113,9 +117,9 @@ uint32_t PackedLinear::Call::panels_per_group(const Part& part, size_t wanted_by
 
 void PackedLinear::Call::plan(size_t all_bytes) {
   const uint64_t wanted_tasks = uint64_t{pool.num_threads()} * kTasksPerThread;
-  const size_t wanted_bytes = std::clamp(all_bytes / wanted_tasks, kMinTaskBytes, kMaxTaskBytes);
+  const size_t wanted_bytes = bytes_per_task(all_bytes, pool.num_threads());
   for (const Part& part : linear.parts_) {
-    const uint32_t panels = panels_per_group(part, wanted_bytes);
+    const uint32_t panels = panels_per_group(part, portion.size, wanted_bytes);
     groups.push_back({panels, num_groups});
     num_groups += divide_up(part.num_panels, panels);
   }
@@ -215,6 +219,13 @@ void PackedLinear::run_tasks(ThreadPool& pool, std::span<const Call> calls) {
     }
     call->multiply(task, panels);
   });
+}
+
+FirstReads PackedLinear::first_reads(uint32_t num_rows, uint32_t num_threads,
+                                     size_t all_bytes) const {
+  const Part& part = parts_.front();
+  const size_t wanted_bytes = bytes_per_task(all_bytes, num_threads);
+  return {panels_.data(), panels_per_group(part, num_rows, wanted_bytes) * part.panel_bytes};
 }
 
 Status PackedLinear::run(ThreadPool& pool, ScratchBlock& scratch, const RowsView& rows,

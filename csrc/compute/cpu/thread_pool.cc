@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -33,6 +34,14 @@ void pause() {
   asm volatile("yield");
 #endif
 }
+
+// Bytes that a thread asks for between two looks whether there is work. At 20 GB/s they take a
+// tenth of a microsecond, by which a job begins later at most.
+constexpr size_t kFetchBytes = 2048;
+constexpr size_t kCacheLine = 64;
+// The most that a thread fetches for one job. It is half of the smallest second-level cache in use
+// (1 MiB), so that the first bytes are still there when the job begins.
+constexpr size_t kMostFetched = size_t{512} << 10;
 
 // Spins for at most `spin_ns`; returns whether the condition came to hold.
 template <class Condition>
@@ -95,6 +104,33 @@ ThreadPool::~ThreadPool() {
 bool ThreadPool::has_work() const {
   const uint64_t work = work_.load();
   return (work & kTaskMask) < (work >> kTaskBits);
+}
+
+void ThreadPool::expect(const FirstReads& reads) {
+  if (threads_.empty() || spin_ns_ <= 0) return;
+  expected_begin_.store(reads.begin, std::memory_order_relaxed);
+  expected_bytes_.store(reads.task_bytes, std::memory_order_relaxed);
+  num_expected_.fetch_add(1, std::memory_order_release);
+}
+
+FirstReads ThreadPool::expected() const {
+  return {expected_begin_.load(std::memory_order_relaxed),
+          expected_bytes_.load(std::memory_order_relaxed)};
+}
+
+template <class Condition>
+void ThreadPool::fetch_expected(uint32_t thread, uint32_t& fetched, const Condition& may_go) const {
+  const uint32_t number = num_expected_.load(std::memory_order_acquire);
+  if (number == fetched) return;
+  fetched = number;
+  const auto [begin, task_bytes] = expected();
+  if (begin == nullptr) return;
+  const std::byte* at = begin + thread * task_bytes;
+  const std::byte* const end = at + std::min(task_bytes, kMostFetched);
+  for (; at < end && !may_go(); at += kFetchBytes) {
+    for (size_t line = 0; line < kFetchBytes; line += kCacheLine)
+      __builtin_prefetch(at + line, 0, 2);
+  }
 }
 
 bool ThreadPool::take_and_run(uint32_t thread) {
@@ -171,6 +207,7 @@ void ThreadPool::run_piece(uint64_t num_tasks) {
 
 void ThreadPool::wait_until_done() {
   const auto is_done = [this] { return num_pending_.load() == 0; };
+  fetch_expected(0, caller_fetched_, is_done);
   if (spin_until(spin_ns_, is_done)) return;
   std::unique_lock lock(mutex_);
   caller_sleeps_.store(true);
@@ -178,10 +215,15 @@ void ThreadPool::wait_until_done() {
   caller_sleeps_.store(false);
 }
 
-void ThreadPool::wait_for_work(IdleSpin& idle) {
+void ThreadPool::wait_for_work(uint32_t thread, IdleSpin& idle, uint32_t& fetched) {
   const auto may_go = [this] { return has_work() || is_stopping_.load(); };
+  const auto fetch_or_go = [&] {
+    if (may_go()) return true;
+    fetch_expected(thread, fetched, may_go);
+    return false;
+  };
   const int64_t begun_ns = now_ns();
-  if (!spin_until(idle.budget_ns(), may_go)) {
+  if (!spin_until(idle.budget_ns(), fetch_or_go)) {
     std::unique_lock lock(mutex_);
     num_sleepers_.fetch_add(1);
     while (!may_go()) work_arrived_.wait_for(lock, kSleepBound);
@@ -193,8 +235,9 @@ void ThreadPool::wait_for_work(IdleSpin& idle) {
 void ThreadPool::thread_main(uint32_t thread) {
   const CanonicalFloatMode mode;
   IdleSpin idle(spin_ns_);
+  uint32_t fetched = 0;
   while (!is_stopping_.load()) {
-    if (!take_and_run(thread)) wait_for_work(idle);
+    if (!take_and_run(thread)) wait_for_work(thread, idle, fetched);
   }
 }
 

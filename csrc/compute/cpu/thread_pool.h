@@ -19,6 +19,12 @@
 
 namespace dflash::compute {
 
+// The bytes that the tasks of a job read first: task i those from begin + i * task_bytes on.
+struct FirstReads {
+  const std::byte* begin = nullptr;  // null where they are not known
+  size_t task_bytes = 0;
+};
+
 // Destroying it joins the threads; no run may be under way then.
 class ThreadPool {
  public:
@@ -57,6 +63,13 @@ class ThreadPool {
         &body);
   }
 
+  // Says what the job after the one that runs now or next reads first. A thread that has no task
+  // meanwhile fetches its part, so that memory is not idle while a job ends or one thread computes
+  // what is between two jobs. It is a guess: the memory need not be there any more. Pools whose
+  // threads never spin take no notice.
+  void expect(const FirstReads& reads);
+  FirstReads expected() const;
+
  private:
   using TaskFunction = void (*)(void* context, uint64_t task, uint32_t thread);
 
@@ -70,7 +83,9 @@ class ThreadPool {
   void thread_main(uint32_t thread);
   bool take_and_run(uint32_t thread);
   bool has_work() const;
-  void wait_for_work(IdleSpin& idle);
+  template <class Condition>
+  void fetch_expected(uint32_t thread, uint32_t& fetched, const Condition& may_go) const;
+  void wait_for_work(uint32_t thread, IdleSpin& idle, uint32_t& fetched);
   void wait_until_done();
 
   const uint32_t num_threads_;
@@ -87,6 +102,12 @@ class ThreadPool {
   alignas(64) std::atomic<uint64_t> num_pending_{0};
   // Time in the tasks of a timed job, all threads together. Relaxed: num_pending_ publishes it.
   std::atomic<int64_t> busy_ns_{0};
+  // What expect() has said, and how often it has said something. Relaxed: bytes that are fetched in
+  // vain, because only one of the two is the new one, do no harm.
+  alignas(64) std::atomic<const std::byte*> expected_begin_{nullptr};
+  std::atomic<size_t> expected_bytes_{0};
+  std::atomic<uint32_t> num_expected_{0};
+  uint32_t caller_fetched_ = 0;  // of num_expected_, by whoever runs the job
   std::atomic<uint32_t> num_sleepers_{0};
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> is_stopping_{false};

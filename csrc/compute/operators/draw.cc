@@ -4,6 +4,7 @@
 #include "compute/operators/draw.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -82,27 +83,46 @@ double block_maxima(std::span<const Value> row, std::vector<double>& maxima) {
 using Doubles = Lanes<double>;
 using Integers = LaneMask<double>;
 constexpr size_t kDoubles = kLaneBytes / sizeof(double);
+// So many lanes are weighed side by side, so that their chains of dependent operations hide each
+// other's latency.
+constexpr size_t kChains = 4;
 // Adding this rounds a number below 2^51 to a whole one, which is then in the lowest bits.
 constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
 
-// Returns exp(x) for kLeastExponent <= x <= 0 within 2 units in the last place, by the same
+// 1 / term! of the terms of Taylor's polynomial.
+constexpr size_t kTerms = 13;
+constexpr std::array<double, kTerms + 1> kTaylor = [] {
+  std::array<double, kTerms + 1> found{};
+  double factorial = 1.0;
+  for (size_t term = 0; term <= kTerms; ++term) {
+    found[term] = 1.0 / factorial;
+    factorial *= static_cast<double>(term + 1);
+  }
+  return found;
+}();
+
+// Replaces each kLeastExponent <= x <= 0 by exp(x) within 2 units in the last place, by the same
 // operations on every processor: 2^n * exp(r) with |r| <= ln(2) / 2, where the first term that
 // Taylor's polynomial leaves out is below 2^-57.
-Doubles exp_of(Doubles x) {
+void exp_of(Doubles (&x)[kChains]) {
   constexpr double kLog2E = 1.4426950408889634;
   // ln(2) in two parts, of which the first has so many zeros behind it that n times it is exact.
   constexpr double kLn2High = 0.693147180369123816490, kLn2Low = 1.90821492927058770002e-10;
-  const Doubles rounded = x * kLog2E + kRound;
-  const Doubles n = rounded - kRound;
-  const Doubles r = (x - n * kLn2High) - n * kLn2Low;
-  double factorial = 6227020800.0;  // 13!
-  Doubles sum = Doubles{} + 1.0 / factorial;
-  for (int term = 13; term > 0; --term) {
-    factorial /= term;
-    sum = sum * r + 1.0 / factorial;
+  Doubles rounded[kChains], r[kChains], sum[kChains];
+  for (size_t i = 0; i < kChains; ++i) {
+    rounded[i] = x[i] * kLog2E + kRound;
+    const Doubles n = rounded[i] - kRound;
+    r[i] = (x[i] - n * kLn2High) - n * kLn2Low;
+    sum[i] = Doubles{} + kTaylor[kTerms];
   }
-  const auto power = (reinterpret_cast<Integers>(rounded) << 52) + (int64_t{1023} << 52);
-  return sum * reinterpret_cast<Doubles>(power);
+#pragma GCC unroll 13
+  for (size_t term = kTerms; term > 0; --term) {
+    for (size_t i = 0; i < kChains; ++i) sum[i] = sum[i] * r[i] + kTaylor[term - 1];
+  }
+  for (size_t i = 0; i < kChains; ++i) {
+    const auto power = (reinterpret_cast<Integers>(rounded[i]) << 52) + (int64_t{1023} << 52);
+    x[i] = sum[i] * reinterpret_cast<Doubles>(power);
+  }
 }
 
 // What a token's weight depends on beside its logit.
@@ -116,20 +136,26 @@ struct Weighing {
 template <class Value>
 int64_t weigh_block(const Value* logits, const Weighing& how, int64_t* weights) {
   Integers sum = {};
-  for (size_t i = 0; i < kBlock; i += kDoubles) {
-    Doubles logit;
-    for (size_t lane = 0; lane < kDoubles; ++lane)
-      logit[lane] = static_cast<double>(logits[i + lane]);
-    // Less the largest before the division, so that a tiny temperature overflows nothing.
-    Doubles x = (logit - how.best) / how.temperature;
-    x = x > kLeastExponent ? x : Doubles{} + kLeastExponent;
-    const Doubles likelihood = exp_of(x);
-    const Integers counts = (logit >= how.least) & (likelihood >= how.least_likely);
-    const Integers weight = (reinterpret_cast<Integers>(likelihood * kFullWeight + kRound) -
-                             std::bit_cast<int64_t>(kRound)) &
-                            counts;
-    std::memcpy(weights + i, &weight, kLaneBytes);
-    sum += weight;
+  for (size_t at = 0; at < kBlock; at += kChains * kDoubles) {
+    Doubles logit[kChains], x[kChains];
+    for (size_t i = 0; i < kChains; ++i) {
+      double wide[kDoubles];
+      for (size_t lane = 0; lane < kDoubles; ++lane)
+        wide[lane] = static_cast<double>(logits[at + i * kDoubles + lane]);
+      logit[i] = load_lanes(wide);
+      // Less the largest before the division, so that a tiny temperature overflows nothing.
+      x[i] = (logit[i] - how.best) / how.temperature;
+      x[i] = x[i] > kLeastExponent ? x[i] : Doubles{} + kLeastExponent;
+    }
+    exp_of(x);
+    for (size_t i = 0; i < kChains; ++i) {
+      const Integers counts = (logit[i] >= how.least) & (x[i] >= how.least_likely);
+      const Integers weight = (reinterpret_cast<Integers>(x[i] * kFullWeight + kRound) -
+                               std::bit_cast<int64_t>(kRound)) &
+                              counts;
+      std::memcpy(weights + at + i * kDoubles, &weight, kLaneBytes);
+      sum += weight;
+    }
   }
   int64_t total = 0;
   for (size_t lane = 0; lane < kDoubles; ++lane) total += sum[lane];
@@ -232,10 +258,21 @@ double kth_logit(std::span<const Value> row, size_t k, DrawScratch& scratch) {
   return kth_largest(scratch.values, k);
 }
 
+// Returns the first id of the largest logit.
+template <class Value>
+int64_t first_of(double best, std::span<const Value> row, std::span<const double> maxima) {
+  const auto block =
+      static_cast<size_t>(std::find(maxima.begin(), maxima.end(), best) - maxima.begin());
+  size_t at = block * kBlock;
+  while (static_cast<double>(row[at]) != best) ++at;
+  return static_cast<int64_t>(at);
+}
+
 template <class Value>
 int64_t draw(std::span<const Value> row, const DrawForm& form, DrawScratch& scratch) {
   const double best = block_maxima(row, scratch.maxima);
   if (!std::isfinite(best)) return kNotFinite;
+  if (form.temperature == 0.0) return first_of<Value>(best, row, scratch.maxima);
   Weighing how = {best, form.temperature, best + kWeightless * form.temperature, form.min_p};
   if (form.top_k > 0 && static_cast<size_t>(form.top_k) < row.size())
     how.least = std::max(how.least, kth_logit(row, static_cast<size_t>(form.top_k), scratch));

@@ -13,11 +13,12 @@
 namespace dflash::compute {
 
 struct DrawForm {
-  double temperature = 1.0;  // above 0
-  int64_t top_k = 0;         // the most likely that are kept; 0: all
-  double top_p = 1.0;        // the fewest of the most likely that have this share are kept
-  double min_p = 0.0;        // those as likely as this part of the most likely are kept
-  double uniform = 0.0;      // in [0, 1): inverts the distribution in ascending order of ids
+  // 0: the most likely token, the first among equals, whatever the other fields say
+  double temperature = 1.0;
+  int64_t top_k = 0;     // the most likely that are kept; 0: all
+  double top_p = 1.0;    // the fewest of the most likely that have this share are kept
+  double min_p = 0.0;    // those as likely as this part of the most likely are kept
+  double uniform = 0.0;  // in [0, 1): inverts the distribution in ascending order of ids
 };
 
 // What a draw returns where the row's largest logit is no finite number, or one is NaN.

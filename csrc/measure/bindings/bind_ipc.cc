@@ -42,9 +42,11 @@ uint64_t ipc_echo(ChannelBox& box, int64_t spin_ns, double idle_timeout_s, int c
 }
 
 std::vector<int64_t> ipc_floor(const std::string& kind, size_t payload_bytes, uint32_t rounds,
-                               uint32_t warmup, std::pair<int, int> cpus) {
+                               uint32_t warmup, std::pair<int, int> cpus,
+                               const std::string& habit) {
   const FloorOptions options{
-      unwrap(parse_floor_kind(kind)), payload_bytes, rounds, warmup, cpus.first, cpus.second};
+      unwrap(parse_floor_kind(kind)),   payload_bytes, rounds, warmup, cpus.first, cpus.second,
+      unwrap(parse_socket_habit(habit))};
   Result<std::vector<int64_t>> samples = [&] {
     py::gil_scoped_release unlocked;
     return floor_round_trip(options);
@@ -72,9 +74,10 @@ void bind_ipc(py::module_& module) {
              py::arg("idle_timeout_s"), py::arg("cpu") = -1,
              "Copies each request to its reply, and returns the number of rounds.");
   module.def("ipc_floor", &ipc_floor, py::arg("kind"), py::arg("payload_bytes"), py::arg("rounds"),
-             py::arg("warmup"), py::arg("cpus"),
+             py::arg("warmup"), py::arg("cpus"), py::arg("habit") = "bare",
              "Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, "
-             "unix or tcp.");
+             "unix, tcp or tls. `habit` says what sockets do beyond one write and one read: bare, "
+             "two reads or polls.");
   module.def("memcpy_bytes_per_s", &ipc_memcpy, py::arg("payload_bytes"), py::arg("rounds"),
              py::arg("cpu") = -1);
 }

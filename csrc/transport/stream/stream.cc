@@ -67,14 +67,16 @@ class StreamChannel final : public Channel {
 
   Result<std::optional<Arrival>> poll() override {
     if (broken_) return *broken_;
-    for (int read = 0; read < kReadsPerPoll; ++read) {
+    for (int read = 0;; ++read) {
       const bool sent = flush();
       auto next = assembler_.next();
       if (!next.ok()) {
         broken_ = next.error();
         return next;
       }
-      if (next.value().has_value()) return next;
+      // What the last read has completed is given out now: the descriptor would not tell of it, and
+      // the caller would sleep on it.
+      if (next.value().has_value() || read == kReadsPerPoll) return next;
       auto received = receive();
       if (!received.ok()) {
         broken_ = std::move(received).error();
@@ -87,9 +89,8 @@ class StreamChannel final : public Channel {
         broken_ = send_failure_;
         return *broken_;
       }
-      break;
+      return next;
     }
-    return std::optional<Arrival>();
   }
 
   WakeSource arm(SleepKind) override {

@@ -11,6 +11,7 @@ from typing import Any
 from dflash_moe.bench.plots.axes import BLACK, CYCLE, MARKERS, Named, bars, heading, quiet
 
 ROUND_TRIP_FIELDS = ("payload_bytes", "p50_us", "floor_us", "bytes_per_s", "memcpy_bytes_per_s")
+STEP_FIELDS = ("payload_bytes", "p50_us", "bare_us")
 CALL_FIELDS = ("transport", "added_p50_us", "added_p99_us")
 
 
@@ -21,10 +22,17 @@ def draw_ipc(results: Sequence[Named], plt: Any) -> Any:
     figure, axes = plt.subplots(len(results), 3, figsize=(16, 4.4 * len(results) + 0.8), squeeze=False, layout="constrained")
     figure.suptitle("\n".join(["Transports: round trips", *(heading(*one) for one in results)]), fontsize=10)
     for (latency, bandwidth, added), (_, found) in zip(axes, results, strict=True):
-        rows = [row for row in found["rows"] if not is_call(row)]
+        rows = [row for row in found["rows"] if not is_call(row) and "step" not in row]
         _lines(latency, bandwidth, rows)
         _added(added, [row for row in found["rows"] if is_call(row)])
     return figure
+
+
+def fields_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the numbers that a row of this case has."""
+    if "step" in row:
+        return STEP_FIELDS
+    return CALL_FIELDS if is_call(row) else ROUND_TRIP_FIELDS
 
 
 def is_call(row: Mapping[str, Any]) -> bool:

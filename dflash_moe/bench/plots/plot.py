@@ -18,6 +18,7 @@ from dflash_moe.bench.plots import ipc as plot_ipc
 from dflash_moe.bench.plots import limits as plot_limits
 from dflash_moe.bench.plots import modes as plot_modes
 from dflash_moe.bench.plots import scheduler as plot_scheduler
+from dflash_moe.bench.plots import streaming as plot_streaming
 from dflash_moe.bench.plots import timeline as plot_timeline
 from dflash_moe.bench.plots.axes import Named
 from dflash_moe.bench.results import require_fields
@@ -34,6 +35,7 @@ PAINTERS: dict[str, Callable[[Sequence[Named], Any], Any]] = {
     "experts": plot_experts.draw_experts,
     "attention": plot_attention.draw_attention,
     "scheduler": plot_scheduler.draw_scheduler,
+    "streaming": plot_streaming.draw_streaming,
     "limits": plot_limits.draw_limits,
 }
 
@@ -136,16 +138,25 @@ def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
     fields = {
         "prefill": plot_modes.PREFILL_FIELDS,
         "decode": plot_modes.DECODE_FIELDS,
-        "ipc": plot_ipc.CALL_FIELDS if plot_ipc.is_call(row) else plot_ipc.ROUND_TRIP_FIELDS,
+        "ipc": plot_ipc.fields_of(row),
         "experts": plot_experts.FIELDS,
         "attention": plot_attention.APPEND_FIELDS if plot_attention.is_append(row) else plot_attention.FIELDS,
         "scheduler": plot_scheduler.FIELDS,
+        "streaming": plot_streaming.FIELDS,
         "limits": plot_limits.FIELDS,
     }[case]
     _check_numbers(row, ("name", *fields), name)
     _check_numbers(row, [key for key in ("prompt_tokens",) if row.get(key) is not None], name)
     if case == "scheduler":
-        _check_parts(row, name)
+        parts: dict[str, tuple[str, ...]] = dict.fromkeys(plot_scheduler.TIMES, ("p50",))
+        if "per_step_s" in row:
+            _check_numbers(row, ("engine_share",), name)
+            parts["per_step_s"] = plot_scheduler.PARTS
+        _check_parts(row, parts, name)
+    if case == "streaming":
+        # An answer that comes in one event has no gaps.
+        times = [key for key in plot_streaming.TIMES if key in row and row[key] is not None]
+        _check_parts(row, dict.fromkeys(times, plot_streaming.PERCENTILES), name)
     if case == "limits":
         if not isinstance(row.get("parts"), list) or not all(isinstance(part, Mapping) for part in row["parts"]):
             raise ConfigError(f"{name}: row {row['name']!r}, field 'parts': expected a list of objects")
@@ -153,11 +164,8 @@ def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
             _check_numbers({"name": f"{row['name']} part", **part}, plot_limits.PART_FIELDS, name)
 
 
-def _check_parts(row: Mapping[str, Any], name: str) -> None:
-    parts: dict[str, tuple[str, ...]] = dict.fromkeys(plot_scheduler.TIMES, ("p50",))
-    if "per_step_s" in row:
-        _check_numbers(row, ("engine_share",), name)
-        parts["per_step_s"] = plot_scheduler.PARTS
+def _check_parts(row: Mapping[str, Any], parts: Mapping[str, Sequence[str]], name: str) -> None:
+    """Checks objects within a row, and the numbers that each must have."""
     for key, fields in parts.items():
         if not isinstance(row.get(key), Mapping):
             raise ConfigError(f"{name}: row {row['name']!r}, field {key!r}: expected an object")

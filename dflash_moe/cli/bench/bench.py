@@ -17,8 +17,10 @@ from dflash_moe.cli.bench.experts import experts
 from dflash_moe.cli.bench.fault import fault
 from dflash_moe.cli.bench.files import compare, plot
 from dflash_moe.cli.bench.limits import limits
+from dflash_moe.cli.bench.remote import remote
 from dflash_moe.cli.bench.run import JsonOption, PlotOption, measuring
 from dflash_moe.cli.bench.scheduler import scheduler
+from dflash_moe.cli.bench.streaming import streaming
 from dflash_moe.cli.bench.tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
 from dflash_moe.cli.command_line import Commands, Group
 from dflash_moe.errors import ConfigError
@@ -54,7 +56,7 @@ class Bench(Group):
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
     bench = Commands(cls=Bench, help="Measure this machine, compare results, draw them.", no_args_is_help=True)
-    for command in (ipc, prefill, decode, limits, compare, plot, experts, scheduler, fault):
+    for command in (ipc, prefill, decode, limits, compare, plot, experts, scheduler, streaming, remote, fault):
         bench.command(name=command.__name__)(command)
     app.add_typer(bench, name="bench")
 

@@ -24,7 +24,10 @@ JsonOption = Annotated[Path | None, json_option("The result (all samples, machin
 PlotOption = Annotated[
     Path | None,
     typer.Option(
-        "--plot", help="Draw the result into this PNG or SVG, which needs matplotlib [default: nowhere].", show_default=False
+        "--plot",
+        metavar="FILE",
+        help="Draw the result into this PNG or SVG, which needs matplotlib [default: nowhere].",
+        show_default=False,
     ),
 ]
 

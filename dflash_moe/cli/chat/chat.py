@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dflash_moe.cli.chat.terminal import Terminal
     from dflash_moe.engine.chat_history import ChatHistory
     from dflash_moe.engine.sampling.sampling_params import SamplingParams
+    from dflash_moe.integrations.chat_template import TemplateRenderer
 
 # Long enough for an answer that thinks first; Ctrl-C ends one that does not come to an end.
 MAX_TOKENS = 2048
@@ -99,9 +100,11 @@ def chat(
         terminal = _terminal(no_history) if is_terminal else None
         with loading_shown() as on_loading:
             from dflash_moe.engine.llm import LLM
+            from dflash_moe.integrations.chat_template import most_text_bytes
 
             tokenizer = found.history.tokenizer
             llm = stack.enter_context(LLM(directory, placed, tokenizer=tokenizer, on_loading=on_loading, **overrides))
+            found.renderer.max_text_bytes = most_text_bytes(tokenizer, llm.engine.length_limit.num_tokens)
         _say_what_holds(model, llm.host.report.not_paged, found.recommended)
         from dflash_moe.cli.chat.loop import answer_one, converse, take_turns
         from dflash_moe.cli.chat.session import ChatSession
@@ -124,6 +127,7 @@ class _Model:
     """
 
     history: ChatHistory
+    renderer: TemplateRenderer
     params: SamplingParams
     recommended: Mapping[str, float]
 
@@ -149,7 +153,7 @@ def _read_model(directory: Path, system: str | None, stated: Mapping[str, Any], 
     history = ChatHistory(renderer, tokenizer, system)
     # A template may fail, or refuse the system prompt.
     history.ask("Hello")
-    return _Model(history, params, recommended)
+    return _Model(history, renderer, params, recommended)
 
 
 def _terminal(no_history: bool) -> Terminal:

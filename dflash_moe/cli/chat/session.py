@@ -185,8 +185,7 @@ class ChatSession:
         cut short.
         """
         engine = self._llm.engine
-        room = engine.length_limit.num_tokens - len(prompt.token_ids)
-        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, engine.room(len(prompt.token_ids))))
         cached, began = engine.stats()["cached_tokens"], time.monotonic()
         try:
             with (

@@ -1,5 +1,6 @@
 """Chooses one token from one row of logits, where the row is, on a card without reading anything
-back. On the processor the core finds the most likely tokens (csrc/compute/operators/draw.h).
+back. On the processor the core does it (csrc/compute/operators/draw.h), for whole steps in the call
+that computes them.
 
 A row is one vector of its own, so that its bits do not depend on its company. Probabilities become
 integers before they are added: sums of integers are exact, whatever the order in which a device
@@ -31,17 +32,10 @@ _NAMES = {torch.float32: "f32", torch.float64: "f64"}
 
 # What chooses a token of a row in the processor's memory: the row, its parameters, and the random
 # number in [0, 1).
-Draw = tuple[int, SamplingParams, float]
+RowDraw = tuple[int, SamplingParams, float]
 
 
-def filters_most(params: SamplingParams) -> bool:
-    """Says whether a draw looks for the most likely tokens. For that torch sorts the whole row on a
-    processor, which the core does not; what else a draw does takes both about as long.
-    """
-    return params.temperature > 0.0 and (params.top_k > 0 or params.top_p < 1.0)
-
-
-def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+def draw_tokens(logits: torch.Tensor, draws: Sequence[RowDraw]) -> list[int]:
     """Returns the token id of each draw from `logits` [num_rows, vocab_size], float32 or float64 on
     the processor, which is that of `draw`; NOT_FINITE where the row's largest logit is no finite
     number.
@@ -81,7 +75,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, uniform: float) -> torch.
     It inverts the distribution function in ascending order of ids. A token of probability 0 is
     never returned. Filters keep all tokens that are as likely as the last one they keep.
     """
-    if not logits.is_cpu or not filters_most(params):
+    if not logits.is_cpu:
         return draw_by_torch(logits, params, uniform)
     (token_id,) = draw_tokens(logits[None], [(0, params, uniform)])
     return torch.tensor(NOTHING_ALLOWED if token_id == NOT_FINITE else token_id)

@@ -8,22 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The natural logarithms of probabilities at one position, float32 values. `rank` is 1 for the
-    most likely token; `best` has (id, logprob) of the most likely ones, the lowest id first among
-    equals. Tokens of probability 0 are not in it.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    best: tuple[tuple[int, float], ...]
+from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
 
 
 def pack(logits: torch.Tensor, token_id: torch.Tensor, num_best: int) -> torch.Tensor:

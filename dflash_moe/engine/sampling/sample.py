@@ -8,24 +8,25 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dflash_moe.engine.sampling import logprobs
+from dflash_moe.engine.sampling import logprobs, token_masks
 from dflash_moe.engine.sampling.draw import (
     MAX_VOCAB_SIZE,
     NOT_FINITE,
     NOTHING_ALLOWED,
     draw,
     draw_tokens,
-    filters_most,
     greedy_ids,
 )
-from dflash_moe.engine.sampling.logprobs import TokenLogprobs
 from dflash_moe.engine.sampling.sampling_state import SamplingState
+from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
 from dflash_moe.errors import ConfigError, DflashError, EngineError
+from dflash_moe.forward.forward import NOT_FINITE_TEXT
 
 # It stands in the place of a token id where the row was refused before anything was computed.
 _REFUSED = -3
@@ -36,14 +37,15 @@ class SampleRow:
     """One row of a step's logits, for the token at `position`, the number of tokens before it,
     prompt and drafts included.
 
-    `tokens_before` are the drafts that this step assumes to be accepted before the row. `mask` is
-    bool [vocab_size] on any device, False for tokens that must not come, and None allows all.
+    `tokens_before` are the drafts that this step assumes to be accepted before the row. `mask` are
+    the bits of bool [vocab_size] (`token_masks.packed`), False for tokens that must not come; None
+    allows all.
     """
 
     state: SamplingState
     position: int
     tokens_before: Sequence[int] = ()
-    mask: torch.Tensor | None = None
+    mask: bytes | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -56,6 +58,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self.read_back_bytes = 0
+        self._masked = token_masks.MaskedRows()
 
     def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """Chooses a token for each row of `logits`, float32 [num_rows, vocab_size] on any device,
@@ -74,12 +77,26 @@ class Sampler:
         if logits.requires_grad:
             logits = logits.detach()
         refused: dict[int, DflashError] = {}
-        ids = _sample_rows(logits, rows, refused)
+        ids = _sample_rows(logits, rows, refused, self._masked)
         asked = {place: wanted for place, row in enumerate(rows) if (wanted := row.state.params.logprobs) is not None}
         parts = [logprobs.pack(logits[place], ids[place], wanted) for place, wanted in asked.items()]
         packed = torch.cat((ids.double(), *parts)) if parts else ids
         sizes = {place: logprobs.packed_size(wanted, logits.shape[1]) for place, wanted in asked.items()}
         return Sampled(self, packed, len(rows), sizes, refused)
+
+
+class Chosen:
+    """The outcome of a step whose tokens were chosen where its logits were computed."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        """`token_ids` are NOT_FINITE for rows without a token."""
+        self._token_ids = token_ids
+        self.errors = {place: _error_of(token_id) for place, token_id in enumerate(token_ids) if token_id < 0}
+        self.logprobs: Mapping[int, TokenLogprobs] = {}
+
+    def token_ids(self) -> list[int]:
+        """As `Sampled.token_ids`."""
+        return self._token_ids
 
 
 class Sampled:
@@ -135,7 +152,9 @@ class Sampled:
         return token_ids
 
 
-def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[int, DflashError]) -> torch.Tensor:
+def _sample_rows(
+    logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[int, DflashError], masked: token_masks.MaskedRows
+) -> torch.Tensor:
     """Returns int64 [num_rows] on the logits' device, and puts errors of rows into `refused`."""
     # Rows that are sampled together, because nothing changes their logits before.
     greedy = [place for place, row in enumerate(rows) if row.state.is_greedy and row.mask is None]
@@ -144,10 +163,12 @@ def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[
     ids: dict[int, torch.Tensor] = {}
     if greedy:
         ids |= zip(greedy, greedy_ids(logits[greedy]), strict=True)
-    drawn = [place for place, row in enumerate(rows) if row.is_plain and filters_most(row.state.params)]
+    drawn = [place for place, row in enumerate(rows) if row.is_plain and not row.state.is_greedy]
     if drawn and logits.is_cpu:
         draws = [(place, rows[place].state.params, rows[place].state.uniform(rows[place].position)) for place in drawn]
         ids |= zip(drawn, torch.tensor(draw_tokens(logits, draws)), strict=True)
+    if logits.is_cpu and (only_masked := {place: row for place, row in enumerate(rows) if _is_only_masked(row, logits)}):
+        ids |= zip(only_masked, torch.tensor(_sample_masked(logits, only_masked, masked)), strict=True)
     for place, row in enumerate(rows):
         if place not in ids:
             try:
@@ -156,6 +177,29 @@ def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[
                 refused[place] = error
                 ids[place] = torch.full((), _REFUSED, device=logits.device)
     return torch.stack([ids[place] for place in range(len(rows))])
+
+
+def _is_only_masked(row: SampleRow, logits: torch.Tensor) -> bool:
+    is_changed = row.state.has_bias or row.state.has_penalties
+    return row.mask is not None and not is_changed and len(row.mask) == -(-logits.shape[1] // 8)
+
+
+def _sample_masked(logits: torch.Tensor, rows: Mapping[int, SampleRow], masked: token_masks.MaskedRows) -> list[int]:
+    """Returns the ids of rows in the processor's memory which have masks and nothing else."""
+    given = logits.numpy()
+    values = masked.of(given, {place: row.mask for place, row in rows.items() if row.mask is not None})
+    drawn = [
+        (place, row.state.params, row.state.uniform(row.position))
+        for place, row in enumerate(rows.values())
+        if row.state.params.temperature > 0.0
+    ]
+    chosen = dict(zip((draw[0] for draw in drawn), draw_tokens(torch.from_numpy(values), drawn), strict=True)) if drawn else {}
+    found = []
+    for place, row in enumerate(rows):
+        token_id = chosen[place] if place in chosen else int(values[place].argmax())
+        is_none = token_id < 0 or values[place, token_id] == -math.inf
+        found.append(NOT_FINITE if not math.isfinite(given[row].max()) else NOTHING_ALLOWED if is_none else token_id)
+    return found
 
 
 def _sample_row(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
@@ -170,7 +214,7 @@ def _sample_row(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
         token_ids, biases = (torch.from_numpy(array).to(values.device) for array in state.bias)
         values.index_add_(0, token_ids, biases)
     if row.mask is not None:
-        _exclude(values, row.mask)
+        values.masked_fill_(~token_masks.unpacked(row.mask, len(values)).to(values.device), -torch.inf)
     if state.params.temperature == 0.0:
         token_id = greedy_ids(values[None])[0]
         token_id = torch.where(token_id < 0, NOTHING_ALLOWED, token_id)
@@ -199,15 +243,7 @@ def _check_ids(what: str, highest: int, values: torch.Tensor) -> None:
         raise ConfigError(f"{what} has the token id {highest}; allowed: 0..{len(values) - 1}")
 
 
-def _exclude(values: torch.Tensor, mask: torch.Tensor) -> None:
-    if mask.dtype != torch.bool or mask.shape != values.shape:
-        raise ConfigError(f"a token mask is {mask.dtype} {list(mask.shape)}; allowed: torch.bool [{len(values)}]")
-    values.masked_fill_(~mask.to(values.device), -torch.inf)
-
-
 def _error_of(code: int) -> DflashError:
     if code == NOTHING_ALLOWED:
         return ConfigError("the token mask allows no token that the model can give; allow at least one, such as the last token")
-    return DflashError(
-        "the model gave no finite largest logit for a token (NaN or infinity); the weights or their numerics class are at fault"
-    )
+    return DflashError(NOT_FINITE_TEXT)

@@ -96,7 +96,8 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise _refusal("ignore_eos", self.ignore_eos, "True or False")
-        if not (self.token_mask is None or callable(getattr(self.token_mask, "allowed", self.token_mask))):
+        mask = self.token_mask
+        if not (mask is None or callable(getattr(mask, "allowed", mask)) or callable(getattr(mask, "ask", None))):
             raise _refusal(
                 "token_mask", self.token_mask, "None, a function of the token ids, an object with a method `allowed`"
             )

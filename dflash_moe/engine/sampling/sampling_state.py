@@ -15,6 +15,7 @@ from hashlib import blake2b
 import numpy as np
 
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
+from dflash_moe.forward.layer_loop import GREEDY, Draw
 
 # It keeps these numbers apart from every other use of the hash.
 _PERSON = b"dflash sampling"
@@ -41,7 +42,7 @@ class SamplingState:
     drafts are rejected leaves nothing to restore.
     """
 
-    __slots__ = ("_counts", "bias", "choice", "has_bias", "has_penalties", "params", "seed")
+    __slots__ = ("_counts", "_plain", "bias", "choice", "has_bias", "has_penalties", "params", "seed")
 
     def __init__(self, params: SamplingParams, *, seed: int, choice: int = 0, prompt_ids: Sequence[int] = ()) -> None:
         self.params, self.seed, self.choice = params, seed, choice
@@ -54,11 +55,22 @@ class SamplingState:
         looks_at_prompt = params.repetition_penalty != 1.0
         self.has_penalties = looks_at_prompt or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self._counts = _TokenCounts(prompt_ids if looks_at_prompt else ())
+        is_plain = not (self.has_bias or self.has_penalties or params.token_mask is not None or params.logprobs is not None)
+        # The first fields of `draw`, None where logits are changed before, or asked for.
+        self._plain = (params.temperature, params.top_k, params.top_p, params.min_p) if is_plain else None
 
     @property
     def is_greedy(self) -> bool:
         """Says whether the largest of the model's logits is taken as it is, masks aside."""
         return self.params.temperature == 0.0 and not self.has_bias and not self.has_penalties
+
+    def draw(self, position: int) -> Draw | None:
+        """Returns how the core chooses the token at `position` from the model's logits as they are;
+        None where that is not all there is to it.
+        """
+        if self._plain is None:
+            return None
+        return (*self._plain, self.uniform(position)) if self._plain[0] > 0.0 else GREEDY
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Notes the new tokens of a committed step."""

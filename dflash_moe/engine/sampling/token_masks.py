@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from dflash_moe.errors import ConfigError, DflashError, shown
@@ -28,6 +30,19 @@ MAX_CALL_S = 10.0
 MAX_STUCK = 4
 MAX_WAITING = 4096
 CLOSE_S = 2.0
+
+
+class AskedMask(Protocol):
+    """A mask that is found elsewhere, such as `integrations.grammars.GrammarMask`: it takes a
+    question and answers later, so that nobody's mask waits for another's.
+    """
+
+    def ask(self, token_ids: Sequence[int], answer: Callable[[Any], None], /) -> None:
+        """Takes the question of `TokenMask.allowed` at once, and has `answer` called within
+        seconds, on any thread, with what that returns, with its bits as `packed` makes them, or
+        with the DflashError that ends the choice.
+        """
+        ...
 
 
 class TokenMask(Protocol):
@@ -45,22 +60,70 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MaskAnswer:
-    """What a mask said: `allowed`, bool [vocab_size] on the processor, or None for all; or the
-    error that ends its request.
+    """What a mask said: `allowed`, as `packed` makes it, or None for all; or the error that ends
+    its request.
     """
 
-    allowed: torch.Tensor | None = None
+    allowed: bytes | None = None
     error: DflashError | None = None
+
+
+def packed(allowed: torch.Tensor) -> bytes:
+    """Returns bool [size] on the processor as bits, which is how a mask is kept and passed on:
+    ceil(size / 8) bytes, of which byte i has in its bit j, from the lowest on, place 8 * i + j.
+    """
+    return np.packbits(allowed.numpy(), bitorder="little").tobytes()
+
+
+def unpacked(bits: bytes, size: int) -> torch.Tensor:
+    """Returns the bool [size] on the processor that was `packed`. Raises ConfigError for bits of
+    another size.
+    """
+    if len(bits) != -(-size // 8):
+        raise ConfigError(f"a token mask has {len(bits)} bytes; allowed: {-(-size // 8)}, for {size} tokens")
+    return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size, bitorder="little").view(np.bool_))
+
+
+# What the eight tokens of a byte of a mask add to their logits, float32 [256, 8].
+_BIASES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
+    np.float32
+)
+
+
+class MaskedRows:
+    """Rows of logits in the processor's memory without what their masks exclude. It keeps the
+    memory, because to map as much anew takes several times as long as to fill it.
+    """
+
+    def __init__(self) -> None:
+        self._values = np.empty((0, 0), np.float32)
+        self._biases = np.empty((0, 8), np.float32)
+
+    def of(self, logits: np.ndarray[Any, Any], masks: Mapping[int, bytes]) -> np.ndarray[Any, Any]:
+        """Returns float32 [num_masks, vocab_size], valid until the next call: for each mask the row
+        of `logits`, float32 [num_rows, vocab_size], that it is for, with -inf where nothing may
+        come. A mask has its ceil(vocab_size / 8) bytes.
+        """
+        width = logits.shape[1]
+        if self._values.shape[0] < len(masks) or self._values.shape[1] != width:
+            self._values = np.empty((len(masks), width), np.float32)
+            self._biases = np.empty((-(-width // 8), 8), np.float32)
+        # A row that has inf and -inf is refused by whoever asks.
+        with np.errstate(invalid="ignore"):
+            for place, (row, bits) in enumerate(masks.items()):
+                np.take(_BIASES, np.frombuffer(bits, np.uint8), axis=0, out=self._biases, mode="clip")
+                np.add(logits[row], self._biases.reshape(-1)[:width], out=self._values[place])
+        return self._values[: len(masks)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRequest:
-    """Asks `mask` (a TokenMask, or a function like its method) what may follow `token_ids`. `key`
-    names the row: request, epoch, choice and, of a row with drafts, its place.
+    """Asks `mask` (a TokenMask, a function like its method, or an AskedMask) what may follow
+    `token_ids`. `key` names the row: request, epoch, choice and, of a row with drafts, its place.
     """
 
     key: Hashable
-    mask: TokenMask | Callable[[Sequence[int]], Any]
+    mask: TokenMask | AskedMask | Callable[[Sequence[int]], Any]
     token_ids: tuple[int, ...]
 
 
@@ -84,6 +147,8 @@ class MaskThread:
         self._condition = threading.Condition()
         self._waiting: dict[Hashable, MaskRequest] = {}
         self._answers: dict[Hashable, MaskAnswer] = {}
+        # Those that an AskedMask has taken.
+        self._begun: dict[Hashable, MaskRequest] = {}
         # The one that the thread is at, None where nobody wants its answer any more.
         self._asked: MaskRequest | None = None
         self._busy_since: float | None = None
@@ -91,7 +156,9 @@ class MaskThread:
         self._num_stuck = 0
         self._is_closed = False
 
-    def request(self, key: Hashable, mask: TokenMask | Callable[[Sequence[int]], Any], token_ids: Sequence[int]) -> bool:
+    def request(
+        self, key: Hashable, mask: TokenMask | AskedMask | Callable[[Sequence[int]], Any], token_ids: Sequence[int]
+    ) -> bool:
         """Queues one request as `request_all` does. Returns False where the queue is full."""
         return self.request_all((MaskRequest(key, mask, tuple(token_ids)),)) == 1
 
@@ -113,7 +180,7 @@ class MaskThread:
             num_queued = 0
             for request in requests:
                 self._forget(request.key)
-                if len(self._waiting) + len(self._answers) >= self._max_waiting:
+                if len(self._waiting) + len(self._begun) + len(self._answers) >= self._max_waiting:
                     break
                 self._waiting[request.key] = request
                 num_queued += 1
@@ -153,6 +220,7 @@ class MaskThread:
             self._is_closed = True
             self._waiting.clear()
             self._answers.clear()
+            self._begun.clear()
             self._asked = None
             thread = self._thread
             self._condition.notify_all()
@@ -164,6 +232,7 @@ class MaskThread:
     def _forget(self, key: Hashable) -> None:
         self._waiting.pop(key, None)
         self._answers.pop(key, None)
+        self._begun.pop(key, None)
         if self._asked is not None and self._asked.key == key:
             self._asked = None
 
@@ -208,21 +277,49 @@ class MaskThread:
                     return
                 request = self._asked = self._waiting.pop(next(iter(self._waiting)))
                 self._busy_since = self._clock()
-            answer = self._ask(request)
+                is_later = hasattr(type(request.mask), "ask")
+                if is_later:
+                    self._begun[request.key] = request
+            answer = None
+            if is_later:
+                self._hand_over(request)
+            else:
+                allowed: Any = getattr(request.mask, "allowed", request.mask)
+                answer = self._judged(partial(allowed, request.token_ids))
             with self._condition:
                 if self._thread is not me:  # given up while it asked; another thread has its place
                     return
                 self._busy_since = None
                 if self._asked is request:
-                    self._answers[request.key] = answer
+                    if answer is not None:
+                        self._answers[request.key] = answer
                     self._asked = None
                 self._condition.notify_all()
+            # A mask may hold a process, and is to end with its request.
+            del request
 
-    def _ask(self, request: MaskRequest) -> MaskAnswer:
+    def _hand_over(self, request: MaskRequest) -> None:
+        """Gives a question to an AskedMask."""
         try:
-            allowed: Any = getattr(request.mask, "allowed", request.mask)
-            said = allowed(request.token_ids)
-            return MaskAnswer(None if said is None else self._checked(said))
+            request.mask.ask(request.token_ids, lambda said: self._put(request, said))  # type: ignore[union-attr]
+        except BaseException as error:  # noqa: BLE001 - as in `_judged`
+            self._put(request, ConfigError(f"token_mask: it raised {shown(error)}; allowed: to take a question"))
+
+    def _put(self, request: MaskRequest, said: Any) -> None:
+        """Keeps what an AskedMask has answered, if anybody still wants it. Any thread."""
+        answer = self._judged(lambda: said)
+        with self._condition:
+            if self._begun.get(request.key) is request:
+                del self._begun[request.key]
+                self._answers[request.key] = answer
+                self._condition.notify_all()
+
+    def _judged(self, say: Callable[[], Any]) -> MaskAnswer:
+        try:
+            said = say()
+            if said is None or isinstance(said, DflashError):
+                return MaskAnswer(error=said)
+            return MaskAnswer(self._checked(said))
         except DflashError as error:
             return MaskAnswer(error=error)
         except BaseException as error:  # noqa: BLE001 - a user's code; its request ends, the thread goes on
@@ -230,11 +327,13 @@ class MaskThread:
                 error=ConfigError(f"token_mask: it raised {shown(error)}; allowed: bool [{self._vocab_size}] or None")
             )
 
-    def _checked(self, said: Any) -> torch.Tensor:
-        # A copy, because the mask may use its memory again for its next answer.
-        allowed = said.detach().to("cpu", copy=True) if isinstance(said, torch.Tensor) else torch.tensor(said)
+    def _checked(self, said: Any) -> bytes:
+        if isinstance(said, bytes) and len(said) >= -(-self._vocab_size // 8):
+            return said[: -(-self._vocab_size // 8)]
+        # Packing copies, because the mask may use its memory again for its next answer.
+        allowed = said.detach().cpu() if isinstance(said, torch.Tensor) else torch.tensor(said)
         if allowed.dtype != torch.bool or tuple(allowed.shape) != (self._vocab_size,):
             raise ConfigError(
                 f"token_mask: it gave {allowed.dtype} {list(allowed.shape)}; allowed: bool [{self._vocab_size}] or None"
             )
-        return allowed
+        return packed(allowed)

@@ -32,6 +32,8 @@ from dflash_moe.forward.halves.two_halves import Half, TwoHalves
 from dflash_moe.operators.step_context import StepContext
 
 ASKED = ("auto", "1", "2")
+# What is asked, and the rows of the smallest step that is cut.
+_LEAST = {"auto": LEAST_ROWS, "1": math.inf, "2": 2}
 
 
 class Rows(Protocol):
@@ -111,6 +113,18 @@ class MicroBatches:
         self._forecast.learn_split(step.num_rows, context, perf_counter() - begun)
         return logits
 
+    def takes_whole(self, num_rows: int) -> bool:
+        """Says whether a step of so many rows is computed in one batch, whatever is forecast."""
+        return num_rows < _LEAST[self.asked] or (self.asked == "auto" and not self._has_remote_experts)
+
+    def count_whole(self, times: StepTimes, context: float) -> None:
+        """Books a step that somebody else has computed in one batch, whose rows have on average
+        `context` tokens before them.
+        """
+        self._counted.steps += 1
+        if self.asked != "auto" or self._has_remote_experts:
+            self._forecast.learn_whole(times, context)
+
     def stats(self) -> dict[str, Any]:
         """Returns `asked`, the number of `steps` and of `split_steps`, the seconds `awaited_s` in
         which a half awaited its experts and `hidden_s` of them in which the other half computed,
@@ -135,8 +149,7 @@ class MicroBatches:
         number of tokens before its rows.
         """
         context = float(step.positions.mean()) if step.num_rows else 0.0
-        least = {"auto": LEAST_ROWS, "1": math.inf, "2": 2}[self.asked]
-        if step.num_rows < least:
+        if step.num_rows < _LEAST[self.asked]:
             return None, context
         cut = choose_cut(step)
         if cut is None or self.asked == "2":

@@ -52,7 +52,7 @@ class BoundProbe:
         self._tensors = (hidden_states, topk_ids, topk_weights, out)
         return self
 
-    def begin(self) -> None:
+    def bound(self) -> None:
         """No client makes the call."""
 
     def run(self, _step: StepContext) -> None:

@@ -29,12 +29,18 @@ class ClientCall(Protocol):
     explained: Callable[[WorkerError], DflashError]
 
 
+class Detours(Protocol):
+    """How many blocks are `open` in which something stands in for the routed experts of a model."""
+
+    open: int
+
+
 class BoundCall(Protocol):
     """A call of the routed experts whose tensors are fixed."""
 
-    def begin(self) -> ClientCall | None:
-        """Returns the call for the core, which makes it next, None where `run` or `submit` has to
-        make it.
+    def bound(self) -> tuple[ClientCall, _core.CallCount, Detours] | None:
+        """Returns the call for the core and what counts it, None where `run` or `submit` has to
+        make it. The same holds until a detour of the model is opened, or the open ones end.
         """
         ...
 
@@ -84,6 +90,8 @@ class StepProgram:
         # ended.
         self._pauses: list[_Pause] = []
         self._experts: list[_Experts] = []
+        # Those of the model whose experts the core has all been told, None before.
+        self._detours: Detours | None = None
 
     def __len__(self) -> int:
         return self.core.num_calls
@@ -128,27 +136,38 @@ class StepProgram:
         """
         inputs = step.inputs if inputs is None else inputs
         end = len(self) if end is None else end
-        if step.clock.has_turns or not self._bind(begin, end):
+        if step.clock.has_turns or not self.is_bound():
             self._run_paused(step, inputs, begin, end)
             return
+        step.clock.add(*self.run_bound(inputs, begin, end))
+
+    def run_bound(self, inputs: _core.StepInputs, begin: int, end: int) -> tuple[float, float]:
+        """Makes the calls begin..end - 1 of a program that `is_bound`, as one call of the core.
+        Returns the seconds in which experts were awaited, and those in which they were under way.
+        """
         try:
-            step.clock.add(*self.core.run(inputs, begin, end))
+            return self.core.run(inputs, begin, end)
         except WorkerError as error:
             for experts in self._experts:
                 if self.core.failed in experts.places and experts.bound is not None:
                     raise experts.bound.explained(error) from None
             raise
 
-    def _bind(self, begin: int, end: int) -> bool:
-        """Tells the core the calls of the experts there, and says whether it can make them."""
+    def is_bound(self) -> bool:
+        """Says whether the core can make all calls of experts, which it is told here. One number
+        says that nothing has changed since, whatever the number of layers.
+        """
+        if self._detours is not None and not self._detours.open:
+            return True
+        self._detours = None
+        detours = None
         for experts in self._experts:
-            if begin <= experts.places[0] < end:
-                bound = experts.call.begin()
-                if bound is None:
-                    return False
-                if bound is not experts.bound:
-                    self.core.bind_experts(experts.slot, bound.client, bound.layer, bound.batch)
-                    experts.bound = bound
+            found = experts.call.bound()
+            if found is None:
+                return False
+            experts.bound, count, detours = found
+            self.core.bind_experts(experts.slot, experts.bound.client, experts.bound.layer, experts.bound.batch, count)
+        self._detours = detours
         return True
 
     def _run_paused(self, step: StepContext, inputs: _core.StepInputs, begin: int, end: int) -> None:

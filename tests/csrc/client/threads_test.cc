@@ -6,10 +6,13 @@
 #include <time.h>
 
 #include <atomic>
+#include <new>
 #include <thread>
+#include <utility>
 
 #include "client/puppet.h"
 #include "client/turn.h"
+#include "transport/faulty/faulty.h"
 
 namespace dflash::client {
 namespace {
@@ -47,6 +50,23 @@ TEST_CASE("a call ends for a caller who waits no time at all, again and again") 
   }
   CHECK(scene.client.outcome(call).ok());
   CHECK(tokens.is_right());
+}
+
+TEST_CASE("the turn comes back from a caller whose memory has run out while it waited") {
+  PuppetScene scene;
+  auto pair = transport::make_loopback({3, 4096, 4096}).value();
+  bool has_memory = false;
+  auto host = transport::make_rewritten(std::move(pair.host), [&](std::span<std::byte>) {
+    if (!std::exchange(has_memory, true)) throw std::bad_alloc();
+  });
+  REQUIRE(scene.client.renew_path(0, {std::move(host), kGeneration + 1}).ok());
+  scene.puppets[0].channel = std::move(pair.worker);
+  Tokens tokens{{0}};
+  const CallPtr call = scene.submit(tokens);
+  scene.serve(0);
+  CHECK_THROWS_AS(scene.client.wait(call, Deadline::after_ms(kPatienceMs)), std::bad_alloc);
+  scene.client.abandon(call);  // it would wait for the turn without end
+  CHECK(scene.works(0));
 }
 
 // Waits for a call that nobody answers, and returns the time on a core that it takes.

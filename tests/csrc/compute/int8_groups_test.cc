@@ -45,7 +45,8 @@ TEST_CASE(
   const StoredExperts experts(spec_of(544, 96, 130), 5, WeightFormat::kQ8_0, WeightFormat::kQ4_0,
                               5);
   check_numbers_of_rows(toy::kernel_sets_of(kClass, {1, 2}), experts,
-                        {WeightFormat::kQ8_0, WeightFormat::kQ4_0}, {1, 4, 6, 7, 12, 19, 97, 150});
+                        {WeightFormat::kQ8_0, WeightFormat::kQ4_0},
+                        {1, 4, 5, 6, 7, 8, 12, 16, 19, 31, 32, 33, 97, 150});
 }
 
 TEST_CASE("int8-groups: weights made of floats of any width have the twin's bits") {

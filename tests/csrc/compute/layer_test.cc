@@ -176,6 +176,23 @@ TEST_CASE("the pool runs every task once, from sleep and from spin, for one thre
   }
 }
 
+TEST_CASE("a forward leaves what its caller expects of the job behind it") {
+  const FfnSpec spec = small_spec();
+  const Experts experts(spec, 2, Dtype::kF32, 3);
+  const Batch batch = Batch::random(spec, 2, 5, 1, 4);
+  std::shared_ptr<ThreadPool> pool = ThreadPool::create(2, {}, 50'000).value();
+  for (const Isa isa : toy::kernel_sets()) {
+    const auto backend = CpuBackend::create(isa, pool, WeightsLayout::kPacked).value();
+    const auto layer = backend->create_layer(spec, 2, {}).value();
+    REQUIRE(experts.load_into(*layer).ok());
+    const std::byte weights[64] = {};
+    pool->expect({weights, sizeof(weights)});
+    std::vector<std::byte> reply;
+    REQUIRE(batch.run(*layer, reply).ok());
+    CHECK(pool->expected().begin == weights);
+  }
+}
+
 TEST_CASE("progress moves at least once per kernel call in both phases") {
   const FfnSpec spec = small_spec();
   const Experts experts(spec, 1, Dtype::kF32, 13);

@@ -153,7 +153,7 @@ TEST_CASE("linear: any number of rows, threads and parts gives the twin's bits")
                               first.part(false, 5)};
   constexpr uint32_t kOutputs = 300 + 33 + 100 + 300;
   for (NumericsClass numerics : classes()) {
-    for (uint32_t num_rows : {1u, 2u, 4u, 5u, 12u, 97u, 200u}) {
+    for (uint32_t num_rows : {1u, 2u, 4u, 5u, 8u, 12u, 16u, 31u, 32u, 33u, 97u, 200u}) {
       const Rows rows(num_rows, 320 + 64, kOutputs, Dtype::kBF16, Dtype::kF32, num_rows);
       const auto expected = rows.of_twin(parts, numerics, true);
       for (Isa isa : kernel_sets()) {

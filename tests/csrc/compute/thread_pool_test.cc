@@ -65,3 +65,20 @@ TEST_CASE("the caller's clock learns what a job lost, and what runs alone loses 
   CHECK(lost_ns < own_ns);
   CHECK(lost_of(1).second == 0);
 }
+
+TEST_CASE("what is expected of the next job is a guess that harms none: the memory may be gone") {
+  for (const uint32_t num_threads : {1u, 3u}) {
+    auto made = ThreadPool::create(num_threads, {}, 50'000);
+    REQUIRE(made.ok());
+    ThreadPool& pool = *made.value();
+    CHECK(pool.expected().begin == nullptr);
+    const auto* const nowhere = reinterpret_cast<const std::byte*>(uintptr_t{4096});
+    for (uint64_t job = 0; job < 200; ++job) {
+      pool.expect({nowhere, size_t{1} << (job % 40)});
+      std::atomic<uint64_t> sum{0};
+      pool.run(5, [&](uint64_t task) { sum.fetch_add(task); });
+      CHECK(sum.load() == 10);
+    }
+    CHECK(pool.expected().begin == (num_threads == 1 ? nullptr : nowhere));
+  }
+}

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import torch
 
 from dflash_moe import ExpertRuntime, Topology, _core
+from dflash_moe.bench import read_speed
 from dflash_moe.bench.harness import Recorder, Silent
 from dflash_moe.bench.limit_parts import Limits, OperationPeak, Part, Work, split_call, step_fields, worker_part
 from dflash_moe.bench.limits import LimitsParams, Watch, Workload, run_limits
@@ -181,7 +182,9 @@ def test_workers_compute_side_by_side_and_the_rest_of_the_call_is_its_way():
     assert worker_part(traces[3:], ["w0", "w1", "host"], work, sides, "host", steps=2) is None
 
 
-def test_a_run_has_local_rows_and_those_of_workers_and_prints_them(tmp_path, capsys):
+def test_a_run_has_local_rows_and_those_of_workers_and_prints_them(tmp_path, capsys, monkeypatch):
+    # Eight times a last cache of 300 MB is 2 GB, which every thread would read in every round.
+    monkeypatch.setattr(read_speed, "CACHES", 0)
     out = tmp_path / "limits.json"
     placed = tmp_path / "t.yaml"
     placed.write_text("version: 1\nhost: {threads: 1}\nworkers: [{name: w0, threads: 1}]\n")

@@ -18,6 +18,12 @@ from bench.record.steps import ROOT, STEPS, Place, Step
 COMMIT = "c" * 40
 
 
+@pytest.fixture(autouse=True)
+def _head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes COMMIT for the one whose trees are HEAD's."""
+    monkeypatch.setattr(record, "is_of_head", lambda _root, result, _step: result["commit"] == COMMIT)
+
+
 def writing(name: str, *, commit: str = COMMIT, complete: bool = True, code: int = 0) -> Step:
     """A step whose program writes a result and ends with `code`."""
     result = {"commit": commit, "dirty": False, "complete": complete, "rows": []}
@@ -34,27 +40,38 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, is_quick=False)
 
 
-def test_what_is_there_of_this_commit_and_complete_is_not_measured_again(place: Place) -> None:
-    assert record.record([writing("a")], place, COMMIT, again=False).took_s.keys() == {"a"}
-    assert record.record([writing("a")], place, COMMIT, again=False).kept == ["a"]
-    assert record.record([writing("a")], place, COMMIT, again=True).took_s.keys() == {"a"}
-    assert record.record([writing("a", commit="d" * 40)], place, "d" * 40, again=False).took_s.keys() == {"a"}
+def test_what_is_there_of_these_sources_and_complete_is_not_measured_again(place: Place) -> None:
+    assert record.record([writing("a")], place, again=False).took_s.keys() == {"a"}
+    assert record.record([writing("a")], place, again=False).kept == ["a"]
+    assert record.record([writing("a")], place, again=True).took_s.keys() == {"a"}
+    place.json("a").write_text(json.dumps({"commit": "d" * 40, "complete": True, "rows": []}))
+    assert record.record([writing("a")], place, again=False).took_s.keys() == {"a"}
+
+
+def test_what_is_recorded_of_these_sources_is_not_measured_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "recorded")
+    (tmp_path / "recorded").mkdir()
+    (tmp_path / "recorded" / "a.json").write_text(json.dumps({"commit": COMMIT, "complete": True, "rows": []}))
+    assert record.record([writing("a")], place, again=False).kept == ["a"]
+    assert record.record([writing("a")], place, again=True).took_s.keys() == {"a"}
 
 
 def test_a_step_that_fails_is_told_and_the_others_go_on(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [writing("a", code=3), writing("b", complete=False), writing("c", commit="e" * 40), writing("d")]
-    run = record.record(steps, place, COMMIT, again=False)
+    run = record.record(steps, place, again=False)
     assert set(run.took_s) == {"a", "b", "c", "d"}
     assert run.failed["a"].startswith("exit status 3 of -c")
     assert run.failed["b"] == "b.json is incomplete"
-    assert run.failed["c"] == "c.json is of another commit"
+    assert run.failed["c"] == "c.json is of other sources"
     assert "d" not in run.failed
     record._show_outcome(run)
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-3:]] == [["FAILED", f"{n}:"] for n in "abc"]
 
 
 def test_what_the_machine_lacks_is_left_out_by_name(place: Place) -> None:
-    run = record.record([Step("cards", ("cards",), 1, lambda _place: [], lacking=lambda: "a card")], place, COMMIT, again=False)
+    run = record.record([Step("cards", ("cards",), 1, lambda _place: [], lacking=lambda: "a card")], place, again=False)
     assert run.left_out == {"cards": "this machine lacks a card"}
     assert not run.failed
 

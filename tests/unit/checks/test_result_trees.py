@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from bench.record.steps import STEPS, Step
-from bench.record.trees import moved_on, paths_of, tree_ids, with_trees
+from bench.record.trees import is_of_head, moved_on, paths_of, tree_ids, with_trees
 from tests.checks import result_trees
 
-STEP = Step("any", ("any",), 1, lambda _place: [])
+# Of a step that depends on csrc/base and csrc/compute.
+STEP = Step("experts", ("any",), 1, lambda _place: [])
+BOTH = {"csrc/base": "a", "csrc/compute": "a"}
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -46,12 +48,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_result_names_the_trees_of_its_commit_and_not_those_of_now(root: Path) -> None:
-    first = commit(root, csrc="a", dflash_moe="a")
-    commit(root, csrc="b")
+    first = commit(root, **BOTH)
+    commit(root, **{"csrc/base": "b"})
     result = with_trees({"schema": 1, "commit": first, "rows": []}, STEP, root)
     assert list(result) == ["schema", "commit", "trees", "rows"]
-    assert result["trees"] == {path: git(root, "rev-parse", f"{first}:{path}") for path in ("csrc", "dflash_moe")}
-    assert moved_on(root, result) == ["csrc"]
+    assert result["trees"] == {path: git(root, "rev-parse", f"{first}:{path}") for path in BOTH}
+    assert moved_on(root, result) == ["csrc/base"]
 
 
 def test_a_path_that_a_commit_lacks_has_no_id(root: Path) -> None:
@@ -67,9 +69,9 @@ def test_a_result_without_ids_is_a_finding_that_says_how_they_are_added(root: Pa
 
 
 def test_a_lost_commit_is_named_and_no_finding_and_its_trees_are_still_compared(root: Path) -> None:
-    result = with_trees({"commit": commit(root, csrc="a", dflash_moe="a"), "rows": []}, STEP, root)
+    result = with_trees({"commit": commit(root, **BOTH), "rows": []}, STEP, root)
     git(root, "checkout", "-q", "--orphan", "squashed")
-    commit(root, csrc="b")
+    commit(root, **{"csrc/base": "b"})
     git(root, "branch", "-qD", next(iter(set(git(root, "branch", "--format=%(refname:short)").split()) - {"squashed"})))
     git(root, "reflog", "expire", "--expire=now", "--all")
     git(root, "gc", "-q", "--prune=now")
@@ -77,9 +79,21 @@ def test_a_lost_commit_is_named_and_no_finding_and_its_trees_are_still_compared(
     assert result_trees.find(root) == []
     assert result_trees.report(root).splitlines() == [
         "recorded results: 0 of 1 were measured with the trees of HEAD",
-        "  other csrc: any",
+        "  other csrc/base: any",
         "  at commits that this history lacks: any",
     ]
+
+
+def test_a_result_is_of_head_while_nothing_that_its_step_depends_on_has_changed(root: Path) -> None:
+    result = {"commit": commit(root, **BOTH), "rows": []}
+    commit(root, docs="a", **{"csrc/wire": "a"})
+    assert is_of_head(root, result, STEP)
+    recorded = with_trees(result, STEP, root) | {"commit": "f" * 40}
+    assert is_of_head(root, recorded, STEP)
+    commit(root, **{"csrc/compute": "b"})
+    assert not is_of_head(root, result, STEP)
+    assert not is_of_head(root, recorded, STEP)
+    assert not is_of_head(root, {"commit": "f" * 40, "rows": []}, STEP)
 
 
 def test_a_result_of_an_unknown_commit_stays_without_ids(root: Path) -> None:

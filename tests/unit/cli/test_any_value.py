@@ -8,6 +8,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import typer.main
 
@@ -28,6 +30,7 @@ STOPS = (
     "bench.lab.doorbell.run_doorbell",
     "bench.lab.device_steps.run_device_steps",
     "dflash_moe.bench.experts.run_experts",
+    "dflash_moe.bench.streaming.streaming.run_streaming",
     "bench.lab.attention.run_attention",
     "dflash_moe.bench.device_experts.run_device_experts",
     "dflash_moe.experts.expert_runtime.ExpertRuntime.start",
@@ -39,6 +42,7 @@ STOPS = (
     "dflash_moe.cli.simulate._run_many",
     "dflash_moe.cli.simulate._replay",
     "dflash_moe.protocol.control.ask",
+    "dflash_moe.protocol.control.find_host",
 )
 SENTENCE = "stopped by the test"
 CODES = {0, 1, 2}
@@ -63,6 +67,13 @@ def stopped(monkeypatch, tmp_path):
     (tmp_path / "model").mkdir()
 
 
+@functools.cache
+def built(build):
+    """An application made of its functions, which takes five times as long as to read a line."""
+    return typer.main.get_command(build())
+
+
+@functools.cache
 def commands(build=root.build_app):
     """(words, command) of every command of an application that does something."""
 
@@ -73,7 +84,7 @@ def commands(build=root.build_app):
         for name in command.list_commands(None):
             yield from walk((*words, name), command.get_command(None, name))
 
-    return dict(walk((), typer.main.get_command(build())))
+    return dict(walk((), built(build)))
 
 
 # The commands of the package, and those that measure its parts.
@@ -105,7 +116,7 @@ def check_values(words, capsys, values):
     command = commands(build)[words]
     for flag in options_of(command):
         for value in values:
-            code = main.run(arguments_of(words, command, flag, value), build=build)
+            code = main.run(arguments_of(words, command, flag, value), build=lambda: built(build))
             last = capsys.readouterr().err.splitlines()[-1:]
             assert code in CODES, (flag, value, last)
             assert code == 0 or last, (flag, value)

@@ -159,7 +159,7 @@ def test_every_command_that_is_there_explains_itself(capsys):
         (["generat"], "No such command 'generat'; did you mean `generate`?"),
         (["worke"], "No such command 'worke'; did you mean `worker` or `workers`?"),
         (["run", "model.gguf"], "No such command 'run': `chat` talks with a model, `generate` completes a prompt"),
-        (["serve"], "No such command 'serve': there is no server of its own yet; `llama -- llama-server` runs"),
+        (["server"], "No such command 'server': it is `serve`; `llama -- llama-server` runs"),
         (["inspect"], "No such command 'inspect': it is `model inspect`"),
         (["ps"], "No such command 'ps': it is `workers list`"),
         (["generate", "--max-token", "3"], "No such option '--max-token'; did you mean `--max-tokens`?"),
@@ -340,6 +340,15 @@ def test_a_host_command_without_its_packages_says_what_to_install(capsys, probe_
     code, _, err = run(capsys, "probe")
     assert code == 2
     assert err == [f"{missing} is not installed; this command loads a model and needs it: pip install 'dflash-moe[host]'"]
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "llguidance"])
+def test_serve_without_its_extra_says_what_to_install(capsys, monkeypatch, missing):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    code, _, err = run(capsys, "serve", "-m", "demo")
+    assert code == 2
+    assert err == [f"{missing} is not installed, and the server needs it: pip install 'dflash-moe[serve]'"]
 
 
 def test_demo_without_its_data_package_says_what_to_install(capsys, monkeypatch):

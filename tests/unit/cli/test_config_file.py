@@ -20,7 +20,7 @@ from dflash_moe.topology import Topology
 from tests.unit.cli.test_any_value import commands
 
 MODE_VARIABLE = "DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE"
-READERS = ("chat", "diff", "generate", "plan", "verify")
+READERS = ("chat", "diff", "generate", "plan", "serve", "verify")
 
 
 @pytest.fixture(autouse=True)

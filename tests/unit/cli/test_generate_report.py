@@ -19,7 +19,7 @@ from dflash_moe.cli.generate.generate_report import (
     report_of_several,
     summary,
 )
-from dflash_moe.engine.sampling.logprobs import TokenLogprobs
+from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
 from dflash_moe.engine.text import Chunk, Completion
 from dflash_moe.errors import WorkerLost
 

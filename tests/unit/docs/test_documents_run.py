@@ -6,17 +6,21 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from dflash_moe import config
+from dflash_moe.cli.main import run
 from dflash_moe.config.settings import CONFIG_VARIABLE
 from dflash_moe.topology import Topology
 from tests.checks.sources import project_files
@@ -58,20 +62,22 @@ def _commands() -> list[tuple[str, str]]:
 
 
 @cache
-def _help(words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dflash_moe", *words, "--help"]
-    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+def _help(words: tuple[str, ...]) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of `--help` behind these words."""
+    shown, said = io.StringIO(), io.StringIO()
+    with redirect_stdout(shown), redirect_stderr(said), mock.patch.dict(os.environ, {"COLUMNS": "200", "TERM": "dumb"}):
+        code = run([*words, "--help"])
+    return code, shown.getvalue(), said.getvalue()
 
 
 @pytest.mark.parametrize(("document", "command"), _commands())
 def test_documented_command_has_the_documented_flags(document: str, command: str) -> None:
     words = tuple(re.match(r"[a-z -]*[a-z]", command.split(" --")[0])[0].split()[:3])  # type: ignore[index]
     # The last words may be arguments.
-    shown = next((found for count in (3, 2) if (found := _help(words[:count])).returncode == 0), _help(words[:1]))
-    assert shown.returncode == 0, f"{document}: dflash-moe {' '.join(words)}: {shown.stderr[-300:]}"
+    code, shown, said = next((found for count in (3, 2) if (found := _help(words[:count]))[0] == 0), _help(words[:1]))
+    assert code == 0, f"{document}: dflash-moe {' '.join(words)}: {said[-300:]}"
     for flag in re.findall(r"--[a-z-]+", command):
-        assert re.search(rf"{flag}\b", shown.stdout), f"{document}: dflash-moe {' '.join(words)} has no {flag}"
+        assert re.search(rf"{flag}\b", shown), f"{document}: dflash-moe {' '.join(words)} has no {flag}"
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))

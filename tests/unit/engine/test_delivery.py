@@ -68,7 +68,7 @@ def locks_per_step(count: int, params) -> tuple[list[int], list[int]]:
     marks: list[tuple[int, int]] = []
     held = forward.before = Held()
     with Engine(forward, EngineSettings(), lock=lock) as engine:
-        engine._masks._condition = threading.Condition(lock_of_masks)
+        engine._planner.masks._condition = threading.Condition(lock_of_masks)
         first = engine.submit(prompt_of(3), plain(1))
         held.wait()
         streams = [engine.submit(prompt_of(5, seed), params) for seed in range(count)]

@@ -173,7 +173,7 @@ def test_cached_prefixes_may_be_dropped_between_a_plan_and_its_step() -> None:
                 streams.append(engine.submit(prompt_of(12), plain(6)))
             elif step == 3:
                 # The plan that is made in this step admits it with its cached blocks.
-                engine._door.send(BetweenSteps(engine._forget_cached))
+                engine._door.send(BetweenSteps(engine._planner.forget_cached))
 
         forward.before = during
         assert tokens_of(rest_of(engine.submit([5, 6], plain(9)))) == greedy([5, 6], 9)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_moe.engine import engine as engine_module
+from dflash_moe.engine import step_planner
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH
@@ -124,7 +124,7 @@ class Broken(BaseException):
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), Broken("what"), EngineError("block 3 is released twice")])
-@pytest.mark.parametrize("stage", ["plan", "apply", "_commit", "_publish", "_observe", "end", "step"])
+@pytest.mark.parametrize("stage", ["plan", "apply", "_commit", "publish", "observe", "end", "step"])
 def test_books_that_fail_end_the_engine_and_every_stream_once(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, stage: str
 ) -> None:
@@ -134,11 +134,12 @@ def test_books_that_fail_end_the_engine_and_every_stream_once(
     engine = Engine(forward, EngineSettings(max_requests=3, call_timeout_s=PATIENCE_S))
     streams = [engine.submit(prompt_of(5, seed), plain(n=1 + seed % 2)) for seed in range(6)]
     held.wait()
-    owner = engine._scheduler if hasattr(engine._scheduler, stage) else engine
     if stage == "step":
         # What the forward pass itself says of the books counts as theirs.
         error = EngineError("block 3 is released twice")
         owner, stage = forward, "before"
+    else:
+        owner = next(one for one in (engine._planner.scheduler, engine._planner, engine) if hasattr(one, stage))
     fails, sound = Failing(error, 2), getattr(owner, stage)
     monkeypatch.setattr(owner, stage, lambda *arguments, **named: (fails(), sound(*arguments, **named))[1])
     held.may_go.set()
@@ -153,7 +154,7 @@ def test_books_that_fail_end_the_engine_and_every_stream_once(
     with pytest.raises(EngineError, match="request 7: "):
         engine.submit([1])
     engine.close()
-    assert engine._open == {}
+    assert engine._open.choices == {}
 
 
 def test_books_that_cannot_even_end_a_request_still_end_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_books_that_cannot_even_end_a_request_still_end_its_stream(monkeypatch: 
     streams.append(engine.submit(prompt_of(3), plain()))
     streams[0].cancel()
     # From now on no request is found in the list of those that run.
-    engine._scheduler.running.clear()
+    engine._planner.scheduler.running.clear()
     held.may_go.set()
     for stream in streams:
         deltas = rest_of(stream)
@@ -307,7 +308,7 @@ def test_a_mask_that_is_wrong_ends_its_request_alone(mask, text: str) -> None:
 
 def test_masks_that_never_return_end_their_requests_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a thread of its own in the end; where there may be no more, masks are refused."""
-    monkeypatch.setattr(engine_module, "MaskThread", functools.partial(MaskThread, max_call_s=0.02))
+    monkeypatch.setattr(step_planner, "MaskThread", functools.partial(MaskThread, max_call_s=0.02))
     masks = [Slow() for _ in range(MAX_STUCK + 2)]
     forward = TokenForward()
     with engine_over(forward) as engine:

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.prompt_check import checked_prompt, length_limit
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
@@ -47,3 +48,14 @@ def test_a_request_of_the_limit_is_taken_and_a_longer_one_refused():
     assert checked_prompt(forward, "r", [1], SamplingParams(max_tokens=most - 1), settings) == [1]
     with pytest.raises(ConfigError):
         checked_prompt(forward, "r", [1], SamplingParams(max_tokens=most), settings)
+
+
+def test_what_has_room_is_taken_and_one_token_more_refused():
+    forward = forward_of(0, 10)
+    with Engine(forward, EngineSettings(max_context=33)) as engine:
+        assert [engine.room(num_prompt) for num_prompt in (1, 30, 32, 33, 500)] == [32, 3, 1, 0, 0]
+        for num_prompt in (1, 30, 32):
+            prompt, room = [1] * num_prompt, engine.room(num_prompt)
+            engine.submit(prompt, SamplingParams(max_tokens=room)).cancel()
+            with pytest.raises(ConfigError, match="33"):
+                engine.submit(prompt, SamplingParams(max_tokens=room + 1))

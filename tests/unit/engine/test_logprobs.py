@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_moe.engine.sampling.logprobs import TokenLogprobs, pack, packed_size, unpack
+from dflash_moe.engine.sampling.logprobs import pack, packed_size, unpack
+from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
 
 
 def logprobs_of(logits: torch.Tensor, token_id: int, num_best: int) -> TokenLogprobs:

@@ -16,6 +16,7 @@ import torch
 from dflash_moe.engine.sampling.sample import Sampler, SampleRow
 from dflash_moe.engine.sampling.sampling_params import SamplingParams
 from dflash_moe.engine.sampling.sampling_state import SamplingState, uniform_of
+from dflash_moe.engine.sampling.token_masks import packed
 from dflash_moe.errors import ConfigError, DflashError, EngineError
 
 PROMPT, OUTPUTS = [3, 3, 8, 90], [5, 8, 5, 5]
@@ -45,8 +46,8 @@ def logits_of(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def mask_of(width: int, seed: int = 0) -> torch.Tensor:
-    return torch.rand(width, generator=torch.Generator().manual_seed(seed)) < 0.5
+def mask_of(width: int, seed: int = 0) -> bytes:
+    return packed(torch.rand(width, generator=torch.Generator().manual_seed(seed)) < 0.5)
 
 
 def twin(logits: torch.Tensor, row: SampleRow) -> np.ndarray:
@@ -61,7 +62,8 @@ def twin(logits: torch.Tensor, row: SampleRow) -> np.ndarray:
     for token_id, bias in params.logit_bias.items():
         values[token_id] += bias
     if row.mask is not None:
-        values[~row.mask.numpy()] = -np.inf
+        bits = [byte >> place & 1 for byte in row.mask for place in range(8)]
+        values[[token_id for token_id in range(len(values)) if not bits[token_id]]] = -np.inf
     return values
 
 
@@ -170,7 +172,7 @@ def test_a_row_that_is_wrong_ends_alone_with_a_typed_error():
     logits[1, 50], logits[2] = math.nan, -math.inf
     logits[3, 7], logits[4, 99] = math.inf, math.nan
     sampling, greedy = state_of(KINDS["top_p"]), state_of(KINDS["greedy logprobs"])
-    nothing, wrong = torch.zeros(width, dtype=torch.bool), torch.ones(width)
+    nothing, wrong = packed(torch.zeros(width, dtype=torch.bool)), bytes(width)
     bias = SamplingState(SamplingParams(logit_bias={width: 1.0}), seed=0)
     prompt = SamplingState(SamplingParams(repetition_penalty=2), seed=0, prompt_ids=[width])
     rows = [
@@ -187,7 +189,7 @@ def test_a_row_that_is_wrong_ends_alone_with_a_typed_error():
     for place in (5, 6):
         assert texts[place][0] is ConfigError
         assert "the token mask allows no token" in texts[place][1]
-    assert texts[7] == (ConfigError, "a token mask is torch.float32 [101]; allowed: torch.bool [101]")
+    assert texts[7] == (ConfigError, "a token mask has 101 bytes; allowed: 13, for 101 tokens")
     assert texts[8] == (ConfigError, "logit_bias has the token id 101; allowed: 0..100")
     assert all(token_id < 0 for token_id in sampled.token_ids()[1:])
     assert sampled.token_ids()[0] == int(logits[0].argmax())

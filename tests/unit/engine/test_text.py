@@ -1,5 +1,5 @@
 """The text of a choice: held back while it may be the beginning of a stop string, ended by the one
-that is whole first, and the same however many tokens a step gave.
+that is whole first, and the same however many tokens a step gave. It is made without torch.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -7,6 +7,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,12 +16,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch")
-
+from dflash_moe.engine import text as text_module
 from dflash_moe.engine.request import LENGTH, STOP, TokenDelta
-from dflash_moe.engine.sampling.logprobs import TokenLogprobs
+from dflash_moe.engine.sampling.token_logprobs import TokenLogprobs
 from dflash_moe.engine.text import ChoiceText, Chunk
 from dflash_moe.errors import RequestCancelled, WorkerLost
+
+
+def test_what_only_passes_tokens_on_imports_neither_torch_nor_transformers():
+    """Nor anything that they bring: such a process is to stay small."""
+    modules = ["delivery", "request", "text", "sampling.sampling_params", "sampling.token_logprobs"]
+    program = "".join(f"import dflash_moe.engine.{module}\n" for module in modules)
+    unwanted = {"torch", "transformers", "tokenizers", "numpy", "dflash_moe._core"}
+    program += f"import sys; print(sorted({unwanted} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 class Letters:
@@ -45,6 +56,12 @@ def pushed(stops: Sequence[str], parts: Iterable[str], reason: str | None = LENG
     return choice, [chunk for chunk in found if chunk is not None]
 
 
+@given(text=st.text("ab", max_size=12), stop=st.text("abc", min_size=1, max_size=8))
+def test_no_more_is_held_back_than_a_stop_string_may_begin_with(text, stop):
+    ends = [length for length in range(1, len(stop)) if length <= len(text) and text.endswith(stop[:length])]
+    assert text_module.overlap(text, stop) == max(ends, default=0)
+
+
 def test_text_comes_at_once_where_no_stop_string_can_begin():
     _, chunks = pushed(["\n\n"], ["one", "\n", "two", "\n", "\n", "never"])
     assert [chunk.text for chunk in chunks] == ["one", "", "\ntwo", "", ""]
@@ -62,7 +79,7 @@ def test_tokens_and_logprobs_end_with_the_token_that_made_the_stop_string_whole(
     choice = ChoiceText(Letters(), ["b"], 0)
     logprobs = tuple(TokenLogprobs(token, -1.0, 1, ()) for token in ids("abcd"))
     chunk = choice.push(TokenDelta(0, ids("abcd"), logprobs))
-    assert chunk == Chunk("a", ids("ab"), 0, STOP, logprobs[:2])
+    assert chunk == Chunk("a", ids("ab"), 0, STOP, logprobs[:2], stop_string="b", text_offsets=(0, 1))
     assert choice.push(TokenDelta(0, ids("efg"), finish_reason=LENGTH)) is None
     found = choice.completion(0, 1)
     assert (found.text, found.token_ids, found.finish_reason, found.logprobs) == ("a", ids("ab"), STOP, logprobs[:2])

@@ -6,13 +6,22 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from dflash_moe.engine.sampling.token_masks import MAX_STUCK, MaskAnswer, MaskRequest, MaskThread
+from dflash_moe.engine.sampling.token_masks import (
+    MAX_STUCK,
+    MaskAnswer,
+    MaskRequest,
+    MaskThread,
+    packed,
+    unpacked,
+)
 from dflash_moe.errors import ConfigError, UnsupportedError
 
 VOCAB = 7
@@ -54,6 +63,12 @@ def answer_of(masks: MaskThread, mask, token_ids=(1, 2)) -> MaskAnswer | None:
     return masks.take("only", PATIENCE_S)
 
 
+def allowed(answer: MaskAnswer | None) -> list[bool]:
+    assert answer is not None
+    assert answer.allowed is not None
+    return unpacked(answer.allowed, VOCAB).tolist()
+
+
 def only(*token_ids: int) -> list[bool]:
     return [token_id in token_ids for token_id in range(VOCAB)]
 
@@ -69,11 +84,20 @@ def only(*token_ids: int) -> list[bool]:
     ],
     ids=["list", "numpy", "torch", "strided", "read-only"],
 )
-def test_an_answer_is_a_copy_of_what_the_mask_gave(masks, given):
+def test_an_answer_has_a_bit_for_each_token_of_what_the_mask_gave(masks, given):
     answer = answer_of(masks, lambda token_ids: given)
-    assert (answer.allowed.tolist(), answer.allowed.dtype, answer.error) == (only(2, 5), torch.bool, None)
-    answer.allowed.logical_not_()
-    assert list(given) == only(2, 5)
+    assert answer == MaskAnswer(bytes([1 << 2 | 1 << 5]))
+    assert allowed(answer) == only(2, 5)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 151_936, 151_937])
+def test_a_mask_is_kept_in_an_eighth_of_its_size_and_comes_back_as_it_was(size):
+    given = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 0.5
+    bits = packed(given)
+    assert len(bits) == (size + 7) // 8
+    assert torch.equal(unpacked(bits, size), given)
+    with pytest.raises(ConfigError, match=rf"a token mask has {len(bits) + 1} bytes; allowed: {len(bits)}, for {size} tokens"):
+        unpacked(bits + b"0", size)
 
 
 def test_the_mask_sees_the_tokens_of_the_time_of_the_request(masks):
@@ -85,7 +109,7 @@ def test_the_mask_sees_the_tokens_of_the_time_of_the_request(masks):
     blocked.may_return.set()
     assert masks.take("second", PATIENCE_S) == MaskAnswer(None)
     assert seen == [(1, 2)]
-    assert masks.take("first", 0).allowed.tolist() == only(1, 2)
+    assert allowed(masks.take("first", 0)) == only(1, 2)
 
 
 def test_what_is_not_there_yet_is_none_and_is_taken_later_once(masks):
@@ -95,7 +119,7 @@ def test_what_is_not_there_yet_is_none_and_is_taken_later_once(masks):
     assert masks.take("row") is None
     assert masks.take("row", 0) is None
     blocked.may_return.set()
-    assert masks.take("row", PATIENCE_S).allowed.tolist() == only(4)
+    assert allowed(masks.take("row", PATIENCE_S)) == only(4)
     assert masks.take("row", 0) is None
     assert masks.take("never requested", 0) is None
 
@@ -148,7 +172,7 @@ def test_what_a_mask_does_wrong_is_an_error_of_its_request_alone(masks, mask, te
     assert type(answers["bad"].error) is ConfigError
     with pytest.raises(ConfigError, match=text):
         raise answers["bad"].error
-    assert (answers["good"].allowed.tolist(), answers["good"].error) == (only(3), None)
+    assert (allowed(answers["good"]), answers["good"].error) == (only(3), None)
 
 
 def test_a_typed_error_of_a_mask_stays_what_it_is(masks):
@@ -176,12 +200,12 @@ def test_a_request_replaces_what_its_key_had_before(masks):
     assert blocked.is_asked.wait(PATIENCE_S)
     masks.request("row", lambda ids: only(6), [2])
     blocked.may_return.set()
-    assert masks.take("row", PATIENCE_S).allowed.tolist() == only(6)
+    assert allowed(masks.take("row", PATIENCE_S)) == only(6)
     masks.request("row", lambda ids: only(5), [3])
     masks.request("other", lambda ids: None, [3])
     assert masks.take("other", PATIENCE_S) == MaskAnswer(None)
     masks.request("row", lambda ids: only(4), [3])  # an answer was there that nobody took
-    assert masks.take("row", PATIENCE_S).allowed.tolist() == only(4)
+    assert allowed(masks.take("row", PATIENCE_S)) == only(4)
 
 
 def test_what_was_dropped_is_not_answered(masks):
@@ -209,7 +233,7 @@ def test_a_mask_that_never_returns_holds_up_nobody_else(is_dropped):
     clock.now = 9.9
     assert masks.take_all(["stuck", "other"], 0) == {}
     clock.now = 10.0
-    assert masks.take("other", PATIENCE_S).allowed.tolist() == only(1)
+    assert allowed(masks.take("other", PATIENCE_S)) == only(1)
     answer = masks.take("stuck", 0)
     assert is_dropped == (answer is None)
     assert is_dropped or "did not return within 10 s" in str(answer.error)
@@ -299,3 +323,76 @@ def test_a_step_takes_the_lock_twice_whatever_the_number_of_rows(masks, num_rows
     masks.request_all(requests)
     masks.take_all(range(num_rows), PATIENCE_S)
     assert lock.count == 2
+
+
+class Elsewhere:
+    """A mask that is found on another thread: the test answers."""
+
+    def __init__(self) -> None:
+        self.questions = queue.SimpleQueue()
+
+    def ask(self, token_ids, answer):
+        self.questions.put((token_ids, answer))
+
+
+def test_a_mask_that_is_found_elsewhere_lets_others_be_asked(masks):
+    slow = Elsewhere()
+    masks.request_all([MaskRequest("slow", slow, (1,)), MaskRequest("quick", lambda _: only(3), ())])
+    assert allowed(masks.take("quick", PATIENCE_S)) == only(3)
+    token_ids, answer = slow.questions.get(timeout=PATIENCE_S)
+    assert token_ids == (1,)
+    assert masks.take("slow", 0.0) is None
+    answer(bytes([1 << 4, 0xFF]))
+    assert allowed(masks.take("slow", PATIENCE_S)) == only(4)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [(ConfigError("no text fits"), "no text fits"), (b"", "token_mask: it"), (5, "token_mask: it gave")],
+)
+def test_what_is_no_answer_from_elsewhere_ends_its_request(masks, said, words):
+    mask = Elsewhere()
+    masks.request("only", mask, ())
+    mask.questions.get(timeout=PATIENCE_S)[1](said)
+    answer = masks.take("only", PATIENCE_S)
+    assert answer is not None
+    assert words in str(answer.error)
+
+
+def test_an_answer_that_nobody_wants_any_more_is_lost(masks):
+    mask = Elsewhere()
+    masks.request("only", mask, (1,))
+    _, late = mask.questions.get(timeout=PATIENCE_S)
+    masks.request("only", mask, (1, 2))
+    _, answer = mask.questions.get(timeout=PATIENCE_S)
+    late(bytes([1]))
+    assert masks.take("only", 0.0) is None
+    answer(bytes([2]))
+    assert allowed(masks.take("only", PATIENCE_S)) == only(1)
+    masks.request("only", mask, (1, 2, 3))
+    _, late = mask.questions.get(timeout=PATIENCE_S)
+    masks.drop(["only"])
+    late(bytes([1]))
+    assert masks.take("only", 0.0) is None
+
+
+def test_a_mask_that_takes_no_question_says_so(masks):
+    class Broken:
+        def ask(self, token_ids, answer):
+            raise KeyError("shape")
+
+    assert "KeyError" in str(answer_of(masks, Broken()).error)
+
+
+def test_a_thread_keeps_no_mask_whose_answer_was_taken(masks):
+    class Held(Elsewhere):
+        pass
+
+    mask = Held()
+    gone = threading.Event()
+    weakref.finalize(mask, gone.set)
+    masks.request("only", mask, ())
+    mask.questions.get(timeout=PATIENCE_S)[1](None)
+    assert masks.take("only", PATIENCE_S) == MaskAnswer()
+    del mask
+    assert gone.wait(PATIENCE_S)

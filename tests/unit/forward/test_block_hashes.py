@@ -69,6 +69,29 @@ def test_what_a_blocks_positions_are_rotated_by_stands_before_its_tokens():
     )
 
 
+@given(st.binary(max_size=40), st.binary(max_size=40), st.lists(st.integers(0, 9), min_size=4, max_size=16))
+def test_only_the_same_salt_finds_a_block_and_an_empty_one_is_none(salt, other, token_ids):
+    def salted(by: bytes, rotation: bytes = b"") -> list[bytes]:
+        hashes = BlockHashes(b"seed", 4, lambda _block: rotation).salted(by)
+        hashes.extend(token_ids)
+        return list(hashes.hashes)
+
+    assert salted(b"") == hashes_of(token_ids)
+    assert salted(salt) == salted(salt)
+    if salt != other:
+        assert not set(salted(salt)) & set(salted(other))
+        assert not set(salted(salt, other)) & set(salted(other, salt))
+
+
+def test_no_salt_stands_for_tokens():
+    tokens = [1, 2, 3, 4]
+    hashes = BlockHashes(b"seed", 4).salted(struct.pack("<4i", *tokens))
+    hashes.extend([5, 6, 7, 8])
+    assert hashes.hashes[0] != hashes_of([*tokens, 5, 6, 7, 8])[1]
+    with pytest.raises(EngineError, match="salt comes before the first"):
+        hashes.salted(b"late")
+
+
 def test_a_fork_goes_on_from_the_same_tokens_by_itself():
     one = BlockHashes(b"seed", 4)
     one.extend([1, 2, 3, 4, 5])

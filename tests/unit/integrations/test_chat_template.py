@@ -21,7 +21,14 @@ pytest.importorskip("jinja2")
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError
 from dflash_moe.integrations import chat_template, template_process
-from dflash_moe.integrations.chat_template import ChatTemplate, TemplateRenderer, find_chat_template
+from dflash_moe.integrations.chat_template import (
+    LEAST_TEXT_BYTES,
+    ChatTemplate,
+    TemplateRenderer,
+    find_chat_template,
+    most_text_bytes,
+)
+from dflash_moe.integrations.template_process import MAX_TEXT_BYTES
 
 MESSAGES = [{"role": "user", "content": " Grüße "}]
 
@@ -98,8 +105,8 @@ def test_a_conversation_that_the_template_refuses_is_bad_input():
             "{% set n = namespace(a=[]) %}{% for i in range(9999) %}{% set n.a = [n.a] %}{% endfor %}{{ n.a | tojson }}",
             "Recursion",
         ),
-        ("{% for a in range(99999) %}{{ 'a' * 32 }}{% endfor %}", "was stopped: its text is over 1 MiB"),
-        ("{{ 'ü' * 600000 }}", "was stopped: its text is over 1 MiB"),
+        ("{% for a in range(99999) %}{{ 'a' * 32 }}{% endfor %}", "was stopped: its text has more than 1,048,576 bytes"),
+        ("{{ 'ü' * 600000 }}", "was stopped: its text has more than 1,048,576 bytes"),
         ("{{ ('x' * 10 ** 9) | length }}", "was stopped: rendering took over 256 MiB of memory"),
         ("{% set n = namespace(a='x') %}{% for i in range(60) %}{% set n.a = n.a + n.a %}{% endfor %}", "256 MiB"),
         ("{{ '%1000000000d' % 1 }}", "256 MiB"),
@@ -182,7 +189,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_one(monkeypatch):
     with renderer("{{ messages[0].content }}") as made:
         made.render(MESSAGES)
 
-        def interrupted(_deadline):
+        def interrupted(*_arguments):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(made._process, "_read_answer", interrupted)
@@ -243,12 +250,49 @@ def test_an_interpreter_that_does_not_start_is_an_error(monkeypatch):
         rendered("a")
 
 
-def test_a_long_conversation_passes_and_one_beyond_the_limit_says_so():
+class Words:
+    """A tokenizer of which only the vocabulary is asked for."""
+
+    def __init__(self, *tokens: str) -> None:
+        self._tokens = tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: place for place, token in enumerate(self._tokens)}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "longest", "expected"),
+    [(1000, "abc", LEAST_TEXT_BYTES), (1 << 20, "abcü", 5 << 20), (1 << 20, "x" * 128, MAX_TEXT_BYTES)],
+)
+def test_a_text_may_be_as_long_as_the_context_needs_it_within_bounds(num_tokens, longest, expected):
+    assert most_text_bytes(Words("a", longest, "b"), num_tokens) == expected
+
+
+def test_the_longest_token_counts_of_a_bare_tokenizer_too():
+    tokenizers = pytest.importorskip("tokenizers")
+    bare = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "abcdefg": 1}, unk_token="a"))
+    assert most_text_bytes(bare, 1 << 20) == 7 << 20
+
+
+CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "日", "👩"])
+def test_the_longest_text_of_all_has_memory_and_time(letter):
+    count = MAX_TEXT_BYTES // len(letter.encode())
+    with TemplateRenderer(ChatTemplate(CONTENTS, "it"), {}, max_text_bytes=MAX_TEXT_BYTES) as made:
+        text = made.render([{"role": "user", "content": letter * count}])
+    assert (len(text), set(text)) == (count, {letter})
+
+
+def test_a_conversation_beyond_the_limit_is_bad_input_and_the_process_goes_on():
     long = [{"role": "user", "content": "x" * 1000}] * 1000
-    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert len(rendered(text, long)) == 1_000_000
-    with pytest.raises(CheckpointError, match="its text is over 1 MiB; begin a new conversation if this one is long"):
-        rendered(text, long + long)
+    with renderer(CONTENTS) as made:
+        assert len(made.render(long)) == 1_000_000
+        with pytest.raises(ConfigError, match=r"the conversation is too long: .* more than 1,048,576 bytes"):
+            made.render(long + long)
+        made.max_text_bytes = 2_000_000
+        assert len(made.render(long + long)) == 2_000_000
 
 
 def test_memory_of_the_parent_is_not_limited():

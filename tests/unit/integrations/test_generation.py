@@ -85,7 +85,9 @@ pieces = st.one_of(
 
 @given(st.lists(pieces, max_size=8).map(lambda parts: [token for part in parts for token in part]))
 def test_all_parts_together_are_what_decoding_everything_gives(token_ids):
-    assert "".join(streamed(byte_level(), token_ids)) == decoded(byte_level(), token_ids)
+    parts = streamed(byte_level(), token_ids)
+    assert "".join(parts) == decoded(byte_level(), token_ids)
+    assert streamed(byte_level().backend_tokenizer, token_ids) == parts
 
 
 @given(st.lists(st.one_of(
@@ -93,7 +95,9 @@ def test_all_parts_together_are_what_decoding_everything_gives(token_ids):
     st.integers(1, 12).map(lambda count: [END] * count),
 ), max_size=12).map(lambda parts: [token for part in parts for token in part]))  # fmt: skip
 def test_words_keep_the_space_before_them(token_ids):
-    assert "".join(streamed(sentence_pieces(), token_ids)) == decoded(sentence_pieces(), token_ids)
+    parts = streamed(sentence_pieces(), token_ids)
+    assert "".join(parts) == decoded(sentence_pieces(), token_ids)
+    assert streamed(sentence_pieces().backend_tokenizer, token_ids) == parts
 
 
 def test_a_space_before_the_first_word_goes_and_the_others_stay_behind_special_tokens_too():

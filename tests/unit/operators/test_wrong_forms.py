@@ -1,6 +1,6 @@
 """Wrong operators are refused: each test puts one form that is nearly right in the place of the
-right one, and the proof must see it. (tests/e2e/test_wrong_operators.py has those that no proof of
-a single module can see.)
+right one, and the proof must see it. (tests/engine/test_wrong_operators.py has those that no proof
+of a single module can see.)
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -225,6 +225,17 @@ def test_the_plan_has_at_most_eight_lines_and_the_topology_can_be_written(sizes,
     assert (read.engine, dataclasses.replace(read.host, line=0)) == (found.topology.engine, found.topology.host)
 
 
+def test_a_server_leaves_memory_to_its_front_and_says_so():
+    sizes = [GIB] * 8
+    # Without a front three layers and half a gibibyte have room.
+    alone, served = Machine((), 6 * GIB, 1), Machine((), 6 * GIB, 1, front_bytes=GIB)
+    assert [layers_of(fit(model(sizes), one))["memory"] for one in (alone, served)] == [(5, 6, 7), (6, 7)]
+    (line,) = [line for line in describe(model(sizes), served, fit(model(sizes), served), "x") if "memory, 6.0 GiB" in line]
+    assert line.endswith("experts of layers 7..8 (2.0 GiB); the server's front (1.0 GiB); 1.5 GiB left")
+    with pytest.raises(ConfigError, match=re.escape("3.0 GiB of memory are free, of which the server's front takes 1.0 GiB")):
+        fit(model(sizes), Machine((), 3 * GIB, 1, front_bytes=GIB))
+
+
 def test_the_plan_says_what_lies_where_how_much_is_left_and_what_to_change():
     sizes = [GIB] * 8
     first = card(0, 7 * GIB, sizes)

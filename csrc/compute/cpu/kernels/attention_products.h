@@ -156,9 +156,11 @@ void many_rows_products(const AttentionTile& tile, const BlockRange& blocks) {
           V::store(to + n * V::kLanes, V::load_adjacent(step.vectors[n] + i * kBlockTokens));
         }
       }
+      // A pass takes a whole chain, and fetches nothing but its own first line.
+      const FloatPass<float> pass{
+          widened, begin, count, true, reinterpret_cast<const uint8_t*>(widened), 0};
       in_row_tiles<V>(tile.num_rows, [&](uint32_t row, uint32_t size) {
-        const Ahead nothing{reinterpret_cast<const uint8_t*>(widened), 0};
-        block_tile_of<V>(size, tile.queries + row, widened, begin, count, nothing,
+        block_tile_of<V>(size, tile.queries + row, pass, nullptr,
                          tile.scores + size_t{row} * kTileTokens + token, kTileTokens);
       });
     }

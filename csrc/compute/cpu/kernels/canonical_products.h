@@ -17,20 +17,21 @@
 
 namespace dflash::compute {
 
-// The two kernels of one resident format: up to kFewRows rows at once, and the expansion of a block
-// of weights that many rows share.
+// Multiplies `num_rows` rows with a run of panels into tile [num_rows][num_panels * panel_width].
+using MultiplyFunction = void (*)(uint32_t num_rows, const PanelRun& run, const float* const* rows,
+                                  float* tile);
+// The two kernels of one resident format: up to kFewRows rows, and more.
 struct FormatKernels {
-  void (*few)(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile);
-  ExpandFunction expand;
+  MultiplyFunction few, many;
 };
 
 template <class V, class W>
 constexpr FormatKernels float_kernels() {
-  return {run_few<V, FloatKernel<V, W>>, FloatBlock<V, W>::expand};
+  return {run_few<V, FloatKernel<V, W>>, run_many_floats<V, W>};
 }
 template <class V, class Q, WeightFormat kFormat>
 constexpr FormatKernels quantized_kernels() {
-  return {run_few<V, QuantizedKernel<V, Q, kFormat>>, QuantizedBlock<V, Q, kFormat>::expand};
+  return {run_few<V, QuantizedKernel<V, Q, kFormat>>, run_many<V, QuantizedBlock<V, Q, kFormat>>};
 }
 template <class V, template <class, WeightFormat> class Q, WeightFormat kFormat>
 constexpr FormatKernels quantized_kernels() {
@@ -89,10 +90,7 @@ struct CanonicalProducts {
                        float* tile) {
     const FormatKernels& kernels = kFormatKernels<V>[static_cast<uint8_t>(run.format)];
     const float* const* inputs = reinterpret_cast<const float* const*>(rows);
-    if (num_rows <= kFewRows)
-      kernels.few(num_rows, run, inputs, tile);
-    else
-      run_many<V>(num_rows, run, kernels.expand, inputs, tile);
+    (num_rows <= kFewRows ? kernels.few : kernels.many)(num_rows, run, inputs, tile);
   }
 };
 

@@ -183,14 +183,21 @@ struct CodeBlock {
   float minus_offsets[static_cast<size_t>(16) * kPanelWidth<V>];  // written by affine formats only
 };
 
-// Unfolds `num_groups` groups of a panel from input `k_begin` on.
+// Prefetches `ahead` bytes of the weights that come next.
+[[gnu::always_inline]] inline void fetch_next(const uint8_t* next, size_t ahead) {
+  for (size_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + line, 0, 2);
+}
+
+// Unfolds `num_groups` groups of a panel from input `k_begin` on. For each group, it also
+// prefetches `ahead` bytes of the weights that come next, from `next` on.
 template <class V, class D, WeightFormat kFormat>
-void unfold_block(const uint8_t* panel, uint32_t k_begin, uint32_t num_groups,
-                  CodeBlock<V>& block) {
+void unfold_block(const uint8_t* panel, uint32_t k_begin, uint32_t num_groups, const uint8_t* next,
+                  size_t ahead, CodeBlock<V>& block) {
   using Codes = IntegerCodes<V, D, kFormat>;
   using Kernel = Int8Kernel<V, D, kFormat>;
   const typename Codes::Tables tables = Codes::tables();
-  for (uint32_t group = 0; group < num_groups; ++group) {
+  for (uint32_t group = 0; group < num_groups; ++group, next += ahead) {
+    fetch_next(next, ahead);
     const uint32_t k = k_begin + group * Codes::kLayout.group_inputs;
     const uint8_t* record = Kernel::record_of(panel, k);
     const uint32_t in_record = k % Codes::kLayout.record_inputs / Codes::kLayout.group_inputs;
@@ -265,7 +272,7 @@ void int8_tile(const void* const* rows, const Int8Pass<V>& pass, float* tile, si
   const uint8_t* codes = pass.block->codes;
   const uint8_t* next = pass.next;
   for (uint32_t group = 0; group < pass.num_groups; ++group, next += pass.ahead) {
-    for (size_t line = 0; line < pass.ahead; line += 64) __builtin_prefetch(next + line, 0, 2);
+    fetch_next(next, pass.ahead);
     typename V::I dots[M][2];
     multiply_group<V, D, kTraits>(codes, blocks, group, dots);
     codes += kTraits.steps * 2 * kVectorBytes;
@@ -318,12 +325,14 @@ void int8_run_many(uint32_t num_rows, const PanelRun& run, const void* const* ro
     for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
       const uint32_t count = run.num_inputs - k < kChainLength ? run.num_inputs - k : kChainLength;
       const uint32_t num_groups = (count + kLayout.group_inputs - 1) / kLayout.group_inputs;
-      unfold_block<V, D, kFormat>(panel, k, num_groups, block);
+      // The next block follows in memory. Unfolding and each tile fetch a share of it, so that
+      // memory is never idle.
+      const uint8_t* next = Kernel::record_of(panel, k) + num_groups * Kernel::kGroupShare;
+      const size_t ahead = Kernel::kGroupShare / (num_tiles + 1);
+      unfold_block<V, D, kFormat>(panel, k, num_groups, next, ahead, block);
       if constexpr (MultipliesMatrices<D>)
         D::arrange(block.codes, num_groups * Kernel::Codes::kTraits.steps);
-      Int8Pass<V> pass{&block, k / kChainLength, num_groups,
-                       Kernel::record_of(panel, k) + num_groups * Kernel::kGroupShare,
-                       Kernel::kGroupShare / num_tiles};  // the next block follows in memory
+      Int8Pass<V> pass{&block, k / kChainLength, num_groups, next + num_groups * ahead, ahead};
       for (uint32_t t = 0, row = 0; t < num_tiles; ++t, pass.next += num_groups * pass.ahead) {
         const uint32_t size = num_rows / num_tiles + (t < num_rows % num_tiles ? 1 : 0);
         int8_tile_of<V, D, Kernel::Codes::kTraits>(

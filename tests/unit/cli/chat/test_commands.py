@@ -57,6 +57,9 @@ class Model:
         self.error: BaseException | None = None
         self.chunks_before_it = 0
 
+    def room(self, num_prompt):
+        return self.length_limit.num_tokens - num_prompt
+
     def stats(self):
         return {"cached_tokens": 0}
 

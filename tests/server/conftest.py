@@ -1,0 +1,22 @@
+"""What tests of the server need: a front for a whole file, which takes seconds to start.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.served import Served, served
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Served]:
+    """A front before a scripted engine that repeats prompts."""
+    with served(names=["demo", "gpt-4o"]) as found:
+        # The processes that render templates and compile grammars, too, live as long as all tests.
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "guided_regex": "a"}
+        found.post("/v1/chat/completions", asked)
+        yield found

@@ -1,0 +1,98 @@
+"""Probes of many callers, in a front without an engine process: they share one question.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from dflash_moe.server.front import engine_link, frames
+from dflash_moe.server.front.engine_link import EngineLink
+
+
+class Transport(asyncio.WriteTransport):
+    """What is sent to the engine process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[list[Any]] = []
+        self._frames = frames.FrameBuffer(1 << 20)
+
+    def write(self, data: Any) -> None:
+        self.sent += self._frames.feed(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None: ...
+
+
+def linked() -> tuple[EngineLink, Transport]:
+    link, transport = EngineLink(lambda facts: None), Transport()
+    link.connection_made(transport)
+    return link, transport
+
+
+async def asking(link: EngineLink, count: int) -> list[asyncio.Future[tuple[bool, str]]]:
+    found = [asyncio.ensure_future(link.ask()) for _ in range(count)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return found
+
+
+def test_callers_that_ask_together_or_soon_after_share_one_answer(monkeypatch):
+    monkeypatch.setattr(engine_link, "FRESH_S", 3600.0)
+
+    async def ask() -> None:
+        link, transport = linked()
+        callers = await asking(link, 50)
+        ((kind, number),) = transport.sent
+        # One that leaves takes nothing from the others.
+        callers.pop(0).cancel()
+        link.data_received(frames.packed(frames.ANSWER, number, True, "worker w1 is lost"))
+        assert kind == frames.ASK
+        assert await asyncio.gather(*callers) == [(True, "worker w1 is lost")] * 49
+        assert await link.ask() == (True, "worker w1 is lost")
+        assert len(transport.sent) == 1
+
+    asyncio.run(ask())
+
+
+def test_an_answer_that_is_old_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(engine_link, "FRESH_S", 0.0)
+
+    async def ask() -> None:
+        link, transport = linked()
+        for reason in ("", "worker w1 is lost"):
+            (caller,) = await asking(link, 1)
+            link.data_received(frames.packed(frames.ANSWER, transport.sent[-1][1], True, reason))
+            assert await caller == (True, reason)
+        assert len(transport.sent) == 2
+
+    asyncio.run(ask())
+
+
+def test_callers_wait_for_an_answer_no_longer_than_its_deadline(monkeypatch):
+    monkeypatch.setattr(engine_link, "ANSWER_S", 0.01)
+
+    async def ask() -> None:
+        link, transport = linked()
+        found = await asyncio.gather(*await asking(link, 5))
+        assert found == [(False, "the engine process has not answered within 0.01 s")] * 5
+        # A late answer is none to who asks next.
+        link.data_received(frames.packed(frames.ANSWER, transport.sent[0][1], True, ""))
+        assert len(transport.sent) == 1
+
+    asyncio.run(ask())
+
+
+def test_the_end_of_the_engine_process_answers_at_once():
+    async def ask() -> None:
+        link, _ = linked()
+        callers = await asking(link, 3)
+        link.connection_lost(None)
+        assert await asyncio.gather(*callers) == [(False, engine_link.GONE)] * 3
+
+    asyncio.run(ask())
