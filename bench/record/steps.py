@@ -285,25 +285,43 @@ def _micro_batches(place: Place) -> list[Command]:
 
 
 def _engine_peers(place: Place) -> list[Command]:
-    return [_against_peers(place, "engine_against_peers", "prefill-*,decode-*", "decode-q8_0-*")]
+    return [_engine_against_peers(place, "engine_against_peers", "prefill-*,decode-*", "decode-q8_0-*")]
 
 
 def _engine_batches(place: Place) -> list[Command]:
-    return [_against_peers(place, "engine_batches", "batch*,engine1-*", "batch4-q8_0-*,engine1-q8_0-*")]
+    return [_engine_against_peers(place, "engine_batches", "batch*,engine1-*", "batch4-q8_0-*,engine1-q8_0-*")]
 
 
-def _against_peers(place: Place, result: str, rows: str, quick_rows: str) -> Command:
-    less: Command = ["--tiny", "--rounds", 1, "--only", quick_rows, "--models", place.folder / "models"]
+def _engine_against_peers(place: Place, result: str, rows: str, quick_rows: str) -> Command:
+    chosen = ["--only", quick_rows if place.is_quick else rows]
+    return [*_against_peers(place, "engine_against_peers"), *chosen, "--json", place.json(result)]
+
+
+def _serving_peers(place: Place) -> list[Command]:
+    less: Command = ["--formats", "q8_0"] if place.is_quick else []
+    return [[*_against_peers(place, "serving_against_peers"), *less, "--json", place.json("serving_against_peers")]]
+
+
+def _against_peers(place: Place, campaign: str) -> Command:
     peers: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin"]
     if vllm := os.environ.get("VLLM_PYTHON"):
         peers += ["--vllm-python", vllm]
-    return _campaign("engine_against_peers", *peers, *_quick(place, ["--only", rows], less), "--json", place.json(result))
+    return _campaign(campaign, *peers, *_quick(place, [], _tiny(place)))
+
+
+def _serving_interference(place: Place) -> list[Command]:
+    out = place.json("serving_interference")
+    return [_campaign("serving_interference", *_quick(place, [], _tiny(place)), "--json", out)]
+
+
+def _tiny(place: Place) -> Command:
+    return ["--tiny", "--rounds", 1, "--models", place.folder / "models"]
 
 
 def _engine_real_shape(place: Place) -> list[Command]:
-    less: Command = ["--tiny", "--rounds", 1, "--models", place.folder / "models"]
     fixed: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin", "--real-shape", "--only", "*-q4_k-*"]
-    return [_campaign("engine_against_peers", *fixed, *_quick(place, [], less), "--json", place.json("engine_real_shape"))]
+    sizes = _quick(place, [], _tiny(place))
+    return [_campaign("engine_against_peers", *fixed, *sizes, "--json", place.json("engine_real_shape"))]
 
 
 def _lacks_llama() -> str:
@@ -452,4 +470,12 @@ STEPS: tuple[Step, ...] = (
     Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-batches", ("engine_batches",), 20, _engine_batches, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-real", ("engine_real_shape",), 14, _engine_real_shape, lacking=_lacks_llama_programs),
+    Step("serving-peers", ("serving_against_peers",), 20, _serving_peers, lacking=_lacks_llama_programs, note=_without_vllm),
+    Step("serving-interference", ("serving_interference",), 8, _serving_interference, lacking=_lacks_two_cores),
+    Step(
+        "serving-faults",
+        ("serving_faults",),
+        12,
+        _tried("serving_faults", "--requests", 60, "--vanishing", 20, "--rounds", 1, "--kills", 2),
+    ),
 )

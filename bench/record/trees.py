@@ -29,7 +29,7 @@ _CALLS = (
 )
 _FORWARD = (*_CALLS, *(f"dflash_moe/{room}" for room in ("forward", "integrations", "operators")))
 # A step that stands in no line below runs models, and depends on all that these do. Command line,
-# proofs and server change nothing of what it measures.
+# proofs and server change nothing of what it measures, unless it measures the server.
 _MODELS = (*_FORWARD, "dflash_moe/engine")
 # `verify` compares forwards, and imports nothing of the engine.
 _PROOFS = (*_FORWARD, "dflash_moe/proofs")
@@ -50,6 +50,7 @@ _OF_STEP: Mapping[str, tuple[str, ...]] = {
     "gguf-architectures": _GGUF,
     "attention": (*_EXPERTS, "dflash_moe/operators"),
     **dict.fromkeys(("parity", "odd-settings", "verify-real"), _PROOFS),
+    **dict.fromkeys(("serving-peers", "serving-interference", "serving-faults"), (*_MODELS, "dflash_moe/server")),
     **dict.fromkeys(
         ("overlap", "worker-kills", "rolling-restarts", "audit", "faults", "fallback-kills", "device-step-faults",
          "earlier-commit", "skewed-routing"),

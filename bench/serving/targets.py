@@ -22,6 +22,9 @@ MOST_FRONT_US = 60.0
 MOST_DELAY_MS = 20.0
 # The 99th percentile of gaps beside what is large, by that without.
 MOST_GAP_RATIO = 1.2
+# Tokens a second of answers that keep to a schema, by those of free ones.
+FORMS = "forms"
+LEAST_FORMS_RATIO = 0.9
 
 
 def against_peers(found: Sequence[Row]) -> list[dict[str, Any]]:
@@ -33,8 +36,7 @@ def against_peers(found: Sequence[Row]) -> list[dict[str, Any]]:
             lines += _beside(rows, ours, f"streams{streams}-{fmt}", "tokens/s", _speed, at_least=mark)
             if inside := rows.get(f"scheduler-{fmt}"):
                 share = ours["tokens_per_s"] / inside["total_tokens_per_s"][str(streams)]
-                what = f"share of the engine's own tokens/s: {ours['name']}"
-                lines.append({"what": what, "value": share, "at_least": SHARES[streams], "met": share >= SHARES[streams]})
+                lines.append(at_least(f"share of the engine's own tokens/s: {ours['name']}", share, SHARES[streams]))
             front_us = ours["server_cpu_us_per_token"]["front"]
             lines.append(at_most(f"the front's CPU a token, us: {ours['name']}", front_us, MOST_FRONT_US))
             if streams == 1:
@@ -64,14 +66,16 @@ def _beside(rows: Mapping[str, Row], ours: Row, of: str, name: str, value: Any, 
 
 
 def interference(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the lines of streams beside what is large."""
+    """Returns the lines of streams beside what is large, and of streams that keep to a schema."""
     rows = {str(row["name"]): row for row in found}
-    alone = _gap_s(rows["alone"])
+    alone = rows["alone"]
     lines = [
-        at_most(f"gaps, p99, by those alone: {name}", _gap_s(row) / alone, MOST_GAP_RATIO)
+        at_most(f"gaps, p99, by those alone: {name}", _gap_s(row) / _gap_s(alone), MOST_GAP_RATIO)
         for name, row in rows.items()
-        if name != "alone"
+        if name not in ("alone", FORMS)
     ]
+    if forms := rows.get(FORMS):
+        lines.append(at_least("tokens/s with a schema by those without", _speed(forms) / _speed(alone), LEAST_FORMS_RATIO))
     return [*lines, failures(found)]
 
 
@@ -83,6 +87,11 @@ def failures(found: Sequence[Row]) -> dict[str, Any]:
 def at_most(what: str, value: float, most: float) -> dict[str, Any]:
     """Returns the line of a value that is to be small."""
     return {"what": what, "value": value, "at_most": most, "met": value <= most}
+
+
+def at_least(what: str, value: float, least: float) -> dict[str, Any]:
+    """Returns the line of a value that is to be large."""
+    return {"what": what, "value": value, "at_least": least, "met": value >= least}
 
 
 def _speed(row: Row) -> float:

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from bench.campaigns.serving_interference import WORST_FORMS
 from dflash_moe.server.front import structured_output
 from dflash_moe.server.front.call_forms import JSON, PYTHON, CallForm, ChatForm, ThoughtForm
 from dflash_moe.server.front.chat_request import ChatRequest
@@ -151,16 +152,7 @@ def test_sources_end_at_64_kib(front):
 
 
 # What takes minutes, gigabytes or all of a stack in the library.
-HOSTILE = {
-    "memory": {"guided_regex": "a?" * 30_000 + "a"},
-    "time": {"guided_json": {"type": "integer", "multipleOf": 9_999_991}},
-    "stack": {
-        "guided_json": {
-            "$defs": {**{str(at): {"items": {"$ref": f"#/$defs/{at + 1}"}} for at in range(1300)}, "1300": {"type": "string"}},
-            "$ref": "#/$defs/0",
-        }
-    },
-}
+HOSTILE = dict(zip(("time", "memory", "stack"), WORST_FORMS, strict=True))
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -39,7 +39,9 @@ LEAST_STATUS, MOST_STATUS = 400, 422
 
 @dataclass(slots=True)
 class Prompts:
-    """Makes bodies of requests. `fit` finds out how the server counts, and comes first."""
+    """Makes bodies of requests. `fit` finds out how the server counts, and comes first. `fields`
+    stand in every body beside its own.
+    """
 
     endpoint: Endpoint
     model: str
@@ -54,6 +56,7 @@ class Prompts:
     # The tokens of a text without words: marks of a template, and of the beginning.
     own_tokens: float = 0.0
     left_out: list[str] = field(default_factory=list)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def request(self, *name: object) -> bytes:
         """Returns a whole HTTP request. Its prompt is drawn from the seed and from `name`, so that
@@ -99,7 +102,7 @@ class Prompts:
         options: dict[str, Any] = {"include_usage": True}
         body: dict[str, Any] = {
             "model": self.model, "max_tokens": max_tokens, "temperature": self.temperature, "stream": True,
-            "stream_options": options, "ignore_eos": True,
+            "stream_options": options, "ignore_eos": True, **self.fields,
         }  # fmt: skip
         if self.kind == CHAT:
             body["messages"] = [{"role": "user", "content": prompt}]
