@@ -148,7 +148,7 @@ class _Case:
         if self.stored:
             packed.forward([StepRows(sequence, tokens(self.stored)) for sequence in sequences])
         batches.asked = self.asked
-        before, neighbours = batches.stats(), Neighbours(self.worker_pids)
+        before, neighbours = batches.stats(), Neighbours(lambda: self.worker_pids)
         for _ in range(self.steps):
             rows = [StepRows(sequence, tokens(count)) for sequence, count in zip(sequences, self.counts, strict=True)]
             begun = time.perf_counter()

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,21 +100,23 @@ class Neighbours:
     with a thread on each core from 88 tokens/s to 6.
     """
 
-    def __init__(self, running: Sequence[int] = ()) -> None:
-        """`running` are ids of processes of ours that run all the time, such as workers."""
-        self._running = tuple(running)
-        self._before = _busy_s(self._running)
+    def __init__(self, running: Callable[[], Iterable[int]] = tuple) -> None:
+        """`running` returns the ids of processes of ours that this one does not wait for before the
+        end, such as those of a server. What they start themselves may come and go meanwhile.
+        """
+        self._running = running
+        self._before = _busy_s(running())
 
     def busy_cores(self) -> float:
         """Returns the cores that others, and the hypervisor, took on average since the beginning.
         All programs that were started since then must have ended.
         """
-        now = _busy_s(self._running)
+        now = _busy_s(self._running())
         machine, own, wall = (after - before for after, before in zip(now, self._before, strict=True))
         return max(0.0, machine - own) / wall
 
 
-def _busy_s(running: Sequence[int]) -> tuple[float, float, float]:
+def _busy_s(running: Iterable[int]) -> tuple[float, float, float]:
     """Returns the seconds that the machine's cores were busy, those that this process, its ended
     programs and the processes `running` took of them, and the time.
     """
@@ -122,9 +124,14 @@ def _busy_s(running: Sequence[int]) -> tuple[float, float, float]:
     ticks = user + nice + system + interrupts + soft + stolen
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     per_s = os.sysconf("SC_CLK_TCK")
-    # A program's name, in brackets, may have spaces; user and system time are fields 14 and 15.
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in running]
-    own_s = sum(one.ru_utime + one.ru_stime for one in own) + sum(int(one[11]) + int(one[12]) for one in stats) / per_s
+    own_s = sum(one.ru_utime + one.ru_stime for one in own)
+    for pid in running:
+        # One that has just ended is among the children of another.
+        with contextlib.suppress(OSError):
+            # A program's name, in brackets, may have spaces. Fields 14 to 17 are its user and
+            # system time, and those of its children that it has waited for.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            own_s += sum(map(int, fields[11:15])) / per_s
     return ticks / per_s, own_s, time.monotonic()
 
 

@@ -89,7 +89,7 @@ class StreamsCase:
 
     def _quiet_run(self, number: int) -> Load:
         for attempt in range(MOST_TRIES):
-            neighbours = Neighbours(list(self.server.tree()))
+            neighbours = Neighbours(self.server.tree)
             statuses: list[str] = []
             load = self._run((number, attempt), statuses)
             others = neighbours.busy_cores()

@@ -33,9 +33,9 @@ def main() -> int:
     llms: list[Any] = []
     begin, sink = LLMService.__init__, LLMService.sink
 
-    def begin_noted(self: LLMService, llm: Any) -> None:
+    def begin_noted(self: LLMService, llm: Any, *more: Any) -> None:
         llms.append(llm)
-        begin(self, llm)
+        begin(self, llm, *more)
 
     def sink_noted(self: LLMService, deliver: Callable[[list[tuple[int, TokenDelta]]], None]) -> Any:
         def noted(deltas: list[tuple[int, TokenDelta]]) -> None:

@@ -127,8 +127,22 @@ def test_work_of_others_is_told_from_that_of_our_programs(monkeypatch: pytest.Mo
     assert neighbours.busy_cores() == pytest.approx(0.75)
 
 
-def test_a_program_of_ours_that_still_runs_is_no_neighbour() -> None:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as running:
+BUSY = "while True: pass"
+# Grammars of a server are such: processes that end while it is measured.
+BUSY_BY_CHILDREN = """
+import os
+while True:
+    child = os.fork()
+    if not child:
+        sum(range(10**6))
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("program", [BUSY, BUSY_BY_CHILDREN], ids=["itself", "children that end"])
+def test_a_program_of_ours_that_still_runs_is_no_neighbour(program: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", program]) as running:
         try:
             before = _busy_s([running.pid])[1]
             deadline = time.monotonic() + 30.0
