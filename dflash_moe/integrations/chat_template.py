@@ -9,24 +9,19 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import selectors
-import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError, printable, shown
-from dflash_moe.holders.launcher import FOLDER_VARIABLES, ISOLATION, isolated_environment
+from dflash_moe.holders.launcher import ISOLATION
 from dflash_moe.integrations import template_process
-from dflash_moe.integrations.template_process import LENGTH, MAX_TEXT_BYTES, MEMORY_BYTES, RENDER_S
+from dflash_moe.integrations.limited_process import Ended, LimitedProcess
+from dflash_moe.integrations.template_process import MAX_TEXT_BYTES, MEMORY_BYTES, RENDER_S
 from dflash_moe.model.checkpoint_files import find_gguf
 from dflash_moe.model.formats.gguf_header import read_gguf_header
 
@@ -34,18 +29,9 @@ GGUF_KEY = "tokenizer.chat_template"
 # Of several templates, the one with this name is meant where nobody chose.
 DEFAULT = "default"
 TOOL_USE = "tool_use"
-# Rendering is limited in processor time, which a busy machine gives late. What is not there after
-# so long will not come.
-PATIENCE_S = 10.0
-# An interpreter with jinja2 starts in 0.1 s on an idle machine.
-START_S = 30.0
-REAP_S = 5.0
 # So much text is taken of any model, so that a conversation that is a little too long for a small
 # one is counted in tokens, which says more.
 LEAST_TEXT_BYTES = 1 << 20
-# What an interpreter needs to start. Everything else stays here: a token in the environment is
-# nothing for a stranger's program.
-_KEPT_VARIABLES = {*FOLDER_VARIABLES, "PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +113,7 @@ class TemplateRenderer:
         self.template = template
         self.max_text_bytes = max_text_bytes
         self._special_tokens = dict(special_tokens)
-        self._process: _Process | None = None
+        self._process: LimitedProcess | None = None
         self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -148,10 +134,12 @@ class TemplateRenderer:
         )
         with self._lock:
             if self._process is None:
-                self._process = _Process()
+                self._process = _started()
             try:
-                answer = self._process.ask(request, max_text_bytes)
-            except _Ended as end:
+                # JSON in ASCII spells a byte of text with at most six; an error is shorter than the
+                # rest.
+                answer = _read(self._process.ask(request, 6 * max_text_bytes + (1 << 16), _text_limit(max_text_bytes)))
+            except Ended as end:
                 self._end()
                 raise self._passed(end.limit) from None
             except BaseException:
@@ -207,6 +195,29 @@ class TemplateRenderer:
         self.close()
 
 
+def _started() -> LimitedProcess:
+    program = [*ISOLATION, str(Path(template_process.__file__).resolve())]
+    try:
+        return LimitedProcess(program, time_limit=_TIME_LIMIT, memory_limit=_MEMORY_LIMIT)
+    except OSError as error:
+        raise DflashError(f"the process that renders chat templates cannot be started: {error.strerror}") from None
+    except Ended:
+        raise DflashError(
+            f"the process that renders chat templates did not start ({sys.executable}); is jinja2 installed? "
+            "`pip install jinja2`"
+        ) from None
+
+
+def _read(answer: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not (found.keys() & {"text", "error"}):
+        raise Ended(_NO_ANSWER)
+    return found
+
+
 _NO_ANSWER = "its process answered what it never should"
 _TIME_LIMIT = f"rendering took over {RENDER_S:g} s of processor time"
 _MEMORY_LIMIT = f"rendering took over {MEMORY_BYTES >> 20} MiB of memory"
@@ -214,125 +225,3 @@ _MEMORY_LIMIT = f"rendering took over {MEMORY_BYTES >> 20} MiB of memory"
 
 def _text_limit(max_text_bytes: int) -> str:
     return f"its text has more than {max_text_bytes:,} bytes"
-
-
-def child_environment() -> dict[str, str]:
-    """Returns the environment of a process that runs what a stranger wrote."""
-    return {name: value for name, value in isolated_environment(os.environ).items() if name in _KEPT_VARIABLES}
-
-
-class _Ended(Exception):  # noqa: N818 - it carries which limit ended the process
-    """The process ended, or was given up."""
-
-    def __init__(self, limit: str) -> None:
-        super().__init__(limit)
-        self.limit = limit
-
-
-class _Process:
-    """A running template_process.py. One thread at a time may ask."""
-
-    def __init__(self) -> None:
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, *ISOLATION, str(Path(template_process.__file__).resolve())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=child_environment(),
-                cwd="/",
-                # Ctrl-C is for this process. That one ends with the pipe, or a second later.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise DflashError(f"the process that renders chat templates cannot be started: {error.strerror}") from None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for descriptor in (self._to, self._from):
-            os.set_blocking(descriptor, False)
-        try:
-            self._read_answer(time.monotonic() + START_S, 0)
-        except _Ended:
-            self.close()
-            raise DflashError(
-                f"the process that renders chat templates did not start ({sys.executable}); is jinja2 installed? "
-                "`pip install jinja2`"
-            ) from None
-        except BaseException:
-            self.close()
-            raise
-
-    def ask(self, request: bytes, max_text_bytes: int) -> dict[str, Any]:
-        """Sends a request and returns its answer. Raises _Ended with the limit that ended it."""
-        deadline = time.monotonic() + PATIENCE_S
-        self._write_all(LENGTH.pack(len(request)) + request, deadline)
-        return self._read_answer(deadline, max_text_bytes)
-
-    def _write_all(self, frame: bytes, deadline: float) -> None:
-        rest = memoryview(frame)
-        while rest:
-            self._await(self._to, selectors.EVENT_WRITE, deadline)
-            try:
-                rest = rest[os.write(self._to, rest) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                raise self._ended() from None
-
-    def _read_answer(self, deadline: float, max_text_bytes: int) -> dict[str, Any]:
-        size = LENGTH.unpack(self._read_exactly(LENGTH.size, deadline))[0]
-        # JSON in ASCII spells a byte of text with at most six; an error is shorter than the rest.
-        if size > 6 * max_text_bytes + (1 << 16):
-            raise _Ended(_text_limit(max_text_bytes))
-        text = self._read_exactly(size, deadline)
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or not (found.keys() & {"text", "error", "ready"}):
-            raise _Ended(_NO_ANSWER)
-        return found
-
-    def _read_exactly(self, size: int, deadline: float) -> bytes:
-        parts, missing = [], size
-        while missing:
-            self._await(self._from, selectors.EVENT_READ, deadline)
-            try:
-                part = os.read(self._from, min(missing, 1 << 20))
-            except BlockingIOError:
-                continue
-            if not part:
-                raise self._ended()
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
-
-    def _await(self, descriptor: int, event: int, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, event)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise _Ended(f"no answer came within {PATIENCE_S:g} s")
-
-    def _ended(self) -> _Ended:
-        """Returns what ended the process, whose pipe has closed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(REAP_S)
-        code = self._process.returncode
-        if code == -signal.SIGPROF:
-            return _Ended(_TIME_LIMIT)
-        if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, 1):
-            # What an interpreter without memory dies of, or one whose stack a template overran.
-            return _Ended(f"{_MEMORY_LIMIT}, or nested too deeply")
-        return _Ended(f"its process ended with status {code}")
-
-    def close(self) -> None:
-        """Kills the process and reaps it."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(REAP_S)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()

@@ -18,8 +18,8 @@ from typing import Any
 from dflash_moe.errors import DflashError, printable
 from dflash_moe.holders.launcher import ISOLATION
 from dflash_moe.integrations import grammar_process
-from dflash_moe.integrations.chat_template import child_environment
 from dflash_moe.integrations.grammar_process import GRAMMAR, LENGTH
+from dflash_moe.integrations.limited_process import child_environment
 
 # A tokenizer of 150,000 words takes 1.5 s to read, on an idle machine.
 START_S = 60.0

@@ -25,6 +25,7 @@ from dflash_moe.server.front.engine_numbers import EngineNumbers
 from dflash_moe.server.front.event_stream import EventStream
 from dflash_moe.server.front.exchange import EXCHANGE, OTHER, Exchange, Traffic
 from dflash_moe.server.front.guard import Guard
+from dflash_moe.server.front.large_bodies import LARGE_BYTES, LargeBodies
 from dflash_moe.server.front.metrics import Metrics
 from dflash_moe.server.front.page_files import INDEX, PageFiles
 from dflash_moe.server.front.request_fields import Body
@@ -63,6 +64,7 @@ class Application:
         self._metrics = Metrics(self.traffic, self._numbers, request_log, lambda: link.state)
         self._guard = admission
         self._max_body_bytes = max_body_bytes
+        self._large_bodies = LargeBodies(max_body_bytes)
         self._read_bytes = 0
         self._starlette = Starlette(
             routes=[
@@ -234,7 +236,11 @@ class Application:
             raise ApiError(408, f"the body was not whole within {BODY_S:g} s", headers={"connection": "close"}) from None
         if len(raw) <= INLINE_BODY_BYTES:
             return request_fields.parsed(raw)
-        return await self._need_open().prompts.in_thread(len(raw), lambda: request_fields.parsed(raw))
+        prompts = self._need_open().prompts
+        if len(raw) <= LARGE_BYTES:
+            return await prompts.in_thread(len(raw), lambda: request_fields.parsed(raw))
+        bodies, sizes = self._large_bodies, (prompts.max_model_len, prompts.vocab_size)
+        return await prompts.in_thread(len(raw), lambda: bodies.parsed(raw, *sizes))
 
     async def _read(self, request: Request) -> bytes:
         announced = request.headers.get("content-length", "0")

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError
-from dflash_moe.integrations import chat_template, template_process
+from dflash_moe.integrations import limited_process, template_process
 from dflash_moe.integrations.chat_template import (
     LEAST_TEXT_BYTES,
     ChatTemplate,
@@ -175,7 +175,7 @@ def test_the_process_inherits_no_descriptor_no_secret_and_no_right(monkeypatch):
 
 
 def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(chat_template, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(limited_process, "PATIENCE_S", 0.3)
     with renderer("a") as made:
         made.render(MESSAGES)
         os.kill(made._process._process.pid, signal.SIGSTOP)
@@ -192,7 +192,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_one(monkeypatch):
         def interrupted(*_arguments):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(made._process, "_read_answer", interrupted)
+        monkeypatch.setattr(made._process, "_read_frame", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.render(MESSAGES)
         assert made.render([{"role": "user", "content": "second"}]) == "second"
