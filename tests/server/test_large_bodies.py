@@ -120,3 +120,13 @@ def test_a_large_request_is_answered_as_a_small_one():
         assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
         assert "200,002 values" in found["error"]["message"]
         assert MAX_MODEL_LEN < 200_000
+
+
+def test_many_ids_are_written_in_pieces_that_are_one_object():
+    with served() as front:
+        text = "import os\n" * 8000
+        status, found = front.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+        assert status == 200
+        assert (found["count"], found["max_model_len"], found["token_strs"]) == (len(found["tokens"]), MAX_MODEL_LEN, None)
+        assert found["count"] > 10_000
+        assert front.post("/detokenize", {"tokens": found["tokens"]})[1]["prompt"] == text

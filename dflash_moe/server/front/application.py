@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from dflash_moe.server.front import api_error, event_stream, frames, guard, request_fields
@@ -38,6 +38,8 @@ _spaced = SpacedLog(log)
 
 # A body must be whole after so long, which a line of 1 Mbit/s takes for the largest one.
 BODY_S = 70.0
+# Ids that are written as JSON within a millisecond.
+TOKENS_OF_A_PIECE = 10_000
 # A larger body is parsed in a thread.
 INLINE_BODY_BYTES = 64 << 10
 # Bodies that are under way may have so much together, or the largest one where that is more; beyond
@@ -210,7 +212,10 @@ class Application:
     ) -> Response:
         body = await self._body(request)
         headers = _ignored(body, route)
-        return _response(await answer(body, request.scope[guard.SALT]), headers=headers)
+        found = await answer(body, request.scope[guard.SALT])
+        if len(found.get("tokens", ())) > TOKENS_OF_A_PIECE:
+            return StreamingResponse(_pieces(found), headers=headers, media_type="application/json")
+        return _response(found, headers=headers)
 
     async def _computed(self, request: Request, route: str, begin: Callable[[Body, bytes], Awaitable[Asked]]) -> Any:
         body = await self._body(request)
@@ -292,6 +297,17 @@ def _ignored(body: Mapping[str, Any], route: str) -> dict[str, str]:
 
 def _unready(state: str, reason: str) -> ApiError:
     return ApiError(503, reason, code=state, retry_after_s=api_error.RETRY_AFTER_S)
+
+
+async def _pieces(content: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    """Writes an object whose `tokens` are many. Others are served between its pieces."""
+    tokens = content["tokens"]
+    head = json.dumps({**content, "tokens": []}, separators=(",", ":")).partition("[]")
+    yield head[0].encode() + b"["
+    for at in range(0, len(tokens), TOKENS_OF_A_PIECE):
+        yield (b"," if at else b"") + ",".join(map(str, tokens[at : at + TOKENS_OF_A_PIECE])).encode()
+        await asyncio.sleep(0)
+    yield b"]" + head[2].encode()
 
 
 def _response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
