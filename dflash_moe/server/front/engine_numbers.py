@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 # Numbers so young are given again: however many look, the engine process counts once a second at
-# most. Where 8 workers hold parts of 48 layers that takes it 10 ms (measured on two busy cores).
+# most. Where 8 workers hold parts of 48 layers that takes it 3 ms of a core (decision 70).
 FRESH_S = 0.9
 
 
