@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from dflash_moe.server.front import engine_link, frames
 from dflash_moe.server.front.engine_link import EngineLink
+from dflash_moe.server.front.shared_question import SharedQuestion
 
 
 class Transport(asyncio.WriteTransport):
@@ -94,5 +97,43 @@ def test_the_end_of_the_engine_process_answers_at_once():
         callers = await asking(link, 3)
         link.connection_lost(None)
         assert await asyncio.gather(*callers) == [(False, engine_link.GONE)] * 3
+
+    asyncio.run(ask())
+
+
+def test_the_end_of_the_engine_process_ends_a_wait_for_its_numbers_at_once(monkeypatch):
+    monkeypatch.setattr(engine_link, "MEASURE_S", 3600.0)
+
+    async def ask() -> None:
+        link, transport = linked()
+        asked = asyncio.ensure_future(link.measure())
+        await asyncio.sleep(0)
+        ((kind, _),) = transport.sent
+        link.connection_lost(None)
+        assert (kind, await asyncio.wait_for(asked, 60)) == (frames.MEASURE, {})
+        assert await link.measure() == {}
+        assert len(transport.sent) == 1
+
+    asyncio.run(ask())
+
+
+def test_a_question_that_fails_does_so_to_all_who_share_it_and_is_asked_again():
+    async def ask() -> None:
+        now, answers = [0.0], [OSError("no"), 7]
+
+        async def question() -> int:
+            await asyncio.sleep(0)
+            found = answers.pop(0)
+            if isinstance(found, OSError):
+                raise found
+            return found
+
+        shared = SharedQuestion(question, 1.0, lambda: now[0])
+        first = await asyncio.gather(*(shared.answer() for _ in range(3)), return_exceptions=True)
+        assert [str(one) for one in first] == ["no"] * 3
+        with pytest.raises(OSError, match="no"):
+            await shared.answer()
+        now[0] = 1.0
+        assert await shared.answer() == 7
 
     asyncio.run(ask())
