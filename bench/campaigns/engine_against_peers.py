@@ -29,8 +29,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.campaigns.harness import command_line
-from bench.lab.reference_model import default_cache
+from bench.campaigns.harness import peers_line, peers_of
 from bench.peers import agreement
 from bench.peers.model import SHAPES
 from bench.peers.rows import READ_BYTES, ReadSpeed, RowCase, all_cases, chosen_cases
@@ -150,29 +149,13 @@ def _plan(given: argparse.Namespace, scratch: Path) -> Plan:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = command_line(__doc__, "engine_against_peers")
-    parser.add_argument("--llama-bin", type=Path, help="folder of llama.cpp's programs [without it]")
-    # The path of an environment's interpreter is kept as it is: the link says which environment.
-    parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM [without it]")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds [%(default)s]")
+    parser = peers_line(__doc__, "engine_against_peers")
     parser.add_argument("--repetitions", type=int, default=3, help="in every process [%(default)s]")
     parser.add_argument("--only", default="", metavar="PATTERN,...", help="rows, such as 'decode-16bit-*' [all]")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     parser.add_argument("--real-shape", action="store_true", help="also the real shape in Q4_K")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and sizes, to try the campaign out")
     parser.add_argument("--unchecked", action="store_true", help="do not compare tokens first")
-    parser.add_argument("--models", type=Path, default=default_cache(), help="where models are kept [~/.cache/dflash_moe]")
-    given = parser.parse_args()
-    if len(os.sched_getaffinity(0)) < 2:
-        parser.error("two cores are needed: one for the host, one for what computes experts")
-    for program in ("llama-bench", "llama-batched-bench", "llama-server", "ggml-rpc-server"):
-        if given.llama_bin is not None and not (given.llama_bin.resolve() / program).is_file():
-            parser.error(f"--llama-bin {given.llama_bin}: has no {program}")
-    given.llama_bin = given.llama_bin and given.llama_bin.resolve()
-    given.vllm_python = given.vllm_python and given.vllm_python.absolute()
-    if given.vllm_python is not None and not given.vllm_python.is_file():
-        parser.error(f"--vllm-python {given.vllm_python}: no such interpreter")
-    return given
+    return peers_of(parser, ("llama-bench", "llama-batched-bench", "llama-server", "ggml-rpc-server"))
 
 
 if __name__ == "__main__":

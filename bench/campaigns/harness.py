@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.lab.reference_model import reference_model
+from bench.lab.reference_model import default_cache, reference_model
 from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
 
@@ -46,6 +46,37 @@ def model_line(text: str, name: str = "") -> argparse.ArgumentParser:
 def model_of(given: argparse.Namespace) -> Path:
     """Returns the checkpoint that was asked for. The reference model is made once, in a minute."""
     return given.model or reference_model(given.cache, say=lambda line: print(line, flush=True))
+
+
+def peers_line(text: str, name: str) -> argparse.ArgumentParser:
+    """Returns the parser of a campaign that measures llama.cpp and vLLM beside us, where they are
+    there.
+    """
+    parser = command_line(text, name)
+    parser.add_argument("--llama-bin", type=Path, help="folder of llama.cpp's programs [without it]")
+    # The path of an environment's interpreter is kept as it is: the link says which environment.
+    parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM [without it]")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds [%(default)s]")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and sizes, to try the campaign out")
+    parser.add_argument("--models", type=Path, default=default_cache(), help="where models are kept [~/.cache/dflash_moe]")
+    return parser
+
+
+def peers_of(parser: argparse.ArgumentParser, programs: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line of `peers_line`, and ends the process with a sentence where there are
+    fewer than two cores, or a peer lacks what is used: `programs` are those of llama.cpp.
+    """
+    given = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        parser.error("two cores are needed: each side has two threads")
+    given.llama_bin = given.llama_bin and given.llama_bin.resolve()
+    given.vllm_python = given.vllm_python and given.vllm_python.absolute()
+    for program in programs:
+        if given.llama_bin is not None and not (given.llama_bin / program).is_file():
+            parser.error(f"--llama-bin {given.llama_bin}: has no {program}")
+    if given.vllm_python is not None and not given.vllm_python.is_file():
+        parser.error(f"--vllm-python {given.vllm_python}: no such interpreter")
+    return given
 
 
 def breaking_line(text: str, name: str) -> argparse.ArgumentParser:

@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.campaigns.engine_against_peers import Lines
-from bench.campaigns.harness import command_line
-from bench.lab.reference_model import default_cache
+from bench.campaigns.harness import peers_line, peers_of
 from bench.peers.programs import Neighbours, free_port, run_program
 from bench.peers.sides import ACTIVATIONS, Plan, write_topology
 from bench.peers.targets import disturbed, shown_line
@@ -200,25 +199,11 @@ def _started(plan: Plan, side: str, fmt: str, watched: Sequence[object] = ()) ->
 
 
 def _arguments() -> argparse.Namespace:
-    parser = command_line(__doc__, "serving_against_peers")
-    parser.add_argument("--llama-bin", type=Path, help="folder of llama.cpp's programs [without it]")
-    # The path of an environment's interpreter is kept as it is: the link says which environment.
-    parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM [without it]")
+    parser = peers_line(__doc__, "serving_against_peers")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of the weights [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds [%(default)s]")
-    parser.add_argument("--tiny", action="store_true", help="tiny model and sizes, to try the campaign out")
-    parser.add_argument("--models", type=Path, default=default_cache(), help="where models are kept [~/.cache/dflash_moe]")
-    given = parser.parse_args()
-    if len(os.sched_getaffinity(0)) < 2:
-        parser.error("two cores are needed, for the two threads of each server")
+    given = peers_of(parser, ("llama-server",))
     if unknown := set(given.formats.split(",")) - set(FORMATS):
         parser.error(f"--formats {', '.join(sorted(unknown))}: there are {', '.join(FORMATS)}")
-    if given.llama_bin is not None and not (given.llama_bin / "llama-server").is_file():
-        parser.error(f"--llama-bin {given.llama_bin}: has no llama-server")
-    given.llama_bin = given.llama_bin and given.llama_bin.resolve()
-    given.vllm_python = given.vllm_python and given.vllm_python.absolute()
-    if given.vllm_python is not None and not given.vllm_python.is_file():
-        parser.error(f"--vllm-python {given.vllm_python}: no such interpreter")
     return given
 
 

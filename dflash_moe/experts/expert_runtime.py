@@ -272,8 +272,9 @@ class ExpertRuntime:
         return self._parts.report.stats()
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the part of the counters that `dflash-moe top` shows, without asking a worker
-        (experts/snapshot.py). Raises DflashError in a forked child.
+        """Returns the counters that a server shows, and `dflash-moe top` a part of, without asking
+        a worker (experts/snapshot.py). It has nothing by layer, and costs a fraction of `stats`.
+        Raises DflashError in a forked child.
         """
         self._require_open()
         return self._parts.report.snapshot()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError, WorkerLost
-from dflash_moe.experts.auto import mode_reason, worker_forecasts
+from dflash_moe.experts.auto import WorkerForecast, mode_reason, worker_forecasts
 from dflash_moe.experts.readiness import unready_reason
 from dflash_moe.experts.snapshot import EngineStats, snapshot
 from dflash_moe.holders.audit.contents import ContentsReport, compare_with_own_copy, held_checksums
@@ -112,7 +112,7 @@ class RuntimeReport:
             "fallback": self._fallback.describe(counted["workers"]),
             "mode": slices.mode,
             "mode_asked": placed.settings.mode,
-            "mode_reason": mode_reason(forecasts) if slices.is_measured else "as asked",
+            "mode_reason": self._mode_reason(forecasts),
             "auto": {forecast.name: asdict(forecast) for forecast in forecasts},
             "slice_tokens": slices.slice_tokens,
             "window": slices.window,
@@ -130,10 +130,21 @@ class RuntimeReport:
     def snapshot(self) -> dict[str, Any]:
         """As `ExpertRuntime.snapshot`."""
         placed, engine = self._placed, None if self._engine is None else self._engine()
-        return snapshot(
+        forecasts = worker_forecasts(self._client.forecasts())
+        found = snapshot(
             placed.spec.path, placed.slices.mode, self._fleet, states=self._workers.states(), counted=self._client.counters(),
-            forecasts=worker_forecasts(self._client.forecasts()), engine=engine,
+            reports=self._client.workers(), forecasts=forecasts, engine=engine,
         )  # fmt: skip
+        counted = {row["name"]: row for row in (*found["workers"], *found["others"])}
+        return {
+            **found,
+            "mode_reason": self._mode_reason(forecasts),
+            "fallback_calls": self._fallback.describe(counted)["calls"],
+            "audit": self._audit.stats()["workers"],
+        }
+
+    def _mode_reason(self, forecasts: Sequence[WorkerForecast]) -> str:
+        return mode_reason(forecasts) if self._placed.slices.is_measured else "as asked"
 
     def keep_last(self) -> None:
         """Takes the values that `stats` returns after the end. Raises DflashError in a forked

@@ -20,6 +20,7 @@ from dflash_moe.experts.auto import cost_classes
 from dflash_moe.experts.expert_calls import ExpertCalls
 from dflash_moe.experts.mode_switch import ModeSwitch
 from dflash_moe.experts.observe import RuntimeReport
+from dflash_moe.experts.snapshot import brief
 from dflash_moe.holders.client_calls import ClientCalls
 from dflash_moe.holders.control import ControlSocket, WorkerOrders
 from dflash_moe.holders.elastic import Elastic
@@ -94,7 +95,8 @@ class RuntimeParts:
                 self.client, placed, self.calls, workers=self.workers, fallback=self.fallback, audit=self.audit,
                 holders=self.holders, events=self.events, is_over=self._is_over,
             )  # fmt: skip
-            self._control = ControlSocket(WorkerOrders(placed, self.elastic, self.workers, self.report.snapshot).answer)
+            orders = WorkerOrders(placed, self.elastic, self.workers, lambda: brief(self.report.snapshot()))
+            self._control = ControlSocket(orders.answer)
             built.pop_all()
 
     def open(self, on_loading: LoadingReport | None) -> None:

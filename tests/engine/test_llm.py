@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgpack
 import pytest
 
 pytest.importorskip("torch")
@@ -24,6 +25,8 @@ from dflash_moe.engine.delivery import Cancel
 from dflash_moe.engine.generation import generate_tokens
 from dflash_moe.engine.llm import LLM
 from dflash_moe.engine.text import Completion
+from dflash_moe.experts.snapshot import COUNTED
+from dflash_moe.server.snapshot import snapshot
 from tests.host_models import checkpoint, prompt, topology
 
 PROMPTS = [prompt(count, seed=count) for count in (5, 40, 17, 23, 1, 33)]
@@ -371,3 +374,17 @@ def test_a_snapshot_tells_of_the_engine_as_long_as_there_is_one(llm: LLM) -> Non
     assert found["generated_tokens"] == counted["generated_tokens"] > 0
     assert found["blocks"]["total"] == counted["blocks"]["total"]
     assert (found["running"], found["waiting"]) == (0, 0)
+
+
+def test_the_snapshot_of_a_server_has_what_stats_counts(llm: LLM) -> None:
+    llm.generate(PROMPTS[0], GREEDY)
+    found, counted = snapshot(llm), llm.stats()
+    assert found["workers"].keys() == counted["workers"].keys()
+    for name, worker in found["workers"].items():
+        assert worker.items() >= {key: counted["workers"][name][key] for key in (*COUNTED, "state", "transport")}.items()
+        assert worker["rows"] > 0
+    assert found["engine"]["histograms"] == counted["engine"]["histograms"]
+    assert (found["mode"], found["mode_reason"]) == (counted["mode"], counted["mode_reason"])
+    assert (found["fallback_calls"], found["unready"]) == (0, "")
+    # The front refuses messages that have keys other than texts.
+    assert msgpack.unpackb(msgpack.packb(found)).keys() == found.keys()

@@ -329,6 +329,8 @@ def test_a_worker_removed_under_load_costs_no_call_and_leaves_nothing(spec: Mode
         assert len(children_of(os.getpid())) == 1
         totals = runtime.stats()["totals"]
         assert totals["calls"] == sum(one["calls"] for one in runtime.stats()["workers"].values())
+        (former,) = runtime.snapshot()["others"]
+        assert (former["name"], former["state"], former["calls"]) == ("w1", "gone", runtime.stats()["workers"]["w1"]["calls"])
         with pytest.raises(ConfigError, match="no worker is named 'w1'; there are w0"):
             runtime.remove_worker("w1")
 

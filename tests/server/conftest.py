@@ -5,11 +5,11 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.server.served import Served, served
+from tests.server.served import Served, ids_of, served
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +20,15 @@ def front() -> Iterator[Served]:
         asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "guided_regex": "a"}
         found.post("/v1/chat/completions", asked)
         yield found
+
+
+@pytest.fixture
+def says(front: Served) -> Iterator[Callable[[str], None]]:
+    """Lets the engine answer with a text and end."""
+    repeating = front.engine.answer
+
+    def say(text: str) -> None:
+        front.engine.answer = lambda _prompt, _choice: ids_of(text)
+
+    yield say
+    front.engine.answer = repeating

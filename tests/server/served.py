@@ -24,6 +24,10 @@ from dflash_moe.server.server_settings import ServerSettings
 from tests.server.scripted_engine import MAX_MODEL_LEN, MAX_QUEUE, MODEL, VOCAB_SIZE, ScriptedEngine
 
 WAIT_S = 60.0
+# Characters of several bytes, and of several code points.
+UNICODE = [
+    "naïve 漢字 🎉 done", "Ünïcödé — „Gänsefüßchen“", "👩‍👩‍👧‍👦 family", "中文和日本語のテキスト", "e\u0301 \u200d\u2060 ﷽",
+]  # fmt: skip
 
 
 @cache
@@ -43,6 +47,16 @@ def facts(**changed: Any) -> dict[str, Any]:
         "max_model_len": MAX_MODEL_LEN, "max_text_bytes": 1 << 20, "vocab_size": VOCAB_SIZE, "max_queue": MAX_QUEUE,
         "end_ids": [0], "fingerprint": "fp_0123456789abcdef", **changed,
     }  # fmt: skip
+
+
+def ids_of(text: str) -> list[int]:
+    """The demo model's tokens of a text."""
+    return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def repeated(text: str, count: int) -> str:
+    """What the scripted engine answers: the ids of a prompt again and again."""
+    return str(tokenizer().decode((ids_of(text) * count)[:count], skip_special_tokens=True))
 
 
 class Served:
@@ -88,6 +102,11 @@ class Served:
 
     def wait_ready(self) -> None:
         wait_for(lambda: self.ask("GET", "/ready")[0] == 200)
+
+
+def prompt_of(front: Served) -> str:
+    """The prompt that the engine was sent last, as text."""
+    return str(tokenizer().decode(front.engine.submitted[-1][0]))
 
 
 def wait_for(is_so: Any, seconds: float = WAIT_S) -> None:

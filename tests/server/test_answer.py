@@ -21,7 +21,7 @@ from dflash_moe.server.front.event_stream import EventStream, whole
 from dflash_moe.server.front.message_pieces import Messages
 from dflash_moe.server.front.replies import ChatReply, CompletionReply, Heading
 from dflash_moe.server.front.tokens import FrontTokenizer
-from tests.server.served import facts, tokenizer
+from tests.server.served import facts, ids_of
 
 FAILED = ApiError(500, "the choice has failed")
 
@@ -52,10 +52,6 @@ def front_tokenizer() -> FrontTokenizer:
 
 async def never() -> Any:
     await asyncio.Event().wait()
-
-
-def ids_of(text: str) -> list[int]:
-    return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
 def answered(tok: FrontTokenizer, put: Callable[[Answer], None], **params: Any) -> Any:

@@ -16,13 +16,10 @@ import anthropic
 
 from dflash_moe.errors import QueueFull, WorkerLost
 from tests.server.scripted_engine import MAX_MODEL_LEN
-from tests.server.served import Served, served, tokenizer, wait_for
+from tests.server.served import UNICODE, Served, prompt_of, repeated, served, wait_for
 
 HELLO = [{"role": "user", "content": "def main"}]
 LONG = [{"role": "user", "content": "def main return a " * 8}]
-UNICODE = [
-    "naïve 漢字 🎉 done", "Ünïcödé — „Gänsefüßchen“", "👩‍👩‍👧‍👦 family", "中文和日本語のテキスト", "e\u0301 \u200d\u2060 ﷽",
-]  # fmt: skip
 
 
 def client_of(front: Served, **more: object) -> anthropic.Anthropic:
@@ -33,31 +30,6 @@ def client_of(front: Served, **more: object) -> anthropic.Anthropic:
 def client(front: Served) -> Iterator[anthropic.Anthropic]:
     with client_of(front) as made:
         yield made
-
-
-@pytest.fixture
-def says(front: Served) -> Iterator[object]:
-    """Lets the engine answer with a text and end."""
-    repeating = front.engine.answer
-
-    def say(text: str) -> None:
-        front.engine.answer = lambda _prompt, _choice: ids_of(text)
-
-    yield say
-    front.engine.answer = repeating
-
-
-def ids_of(text: str) -> list[int]:
-    return tokenizer()(text, add_special_tokens=False)["input_ids"]
-
-
-def repeated(text: str, count: int) -> str:
-    ids = ids_of(text)
-    return tokenizer().decode((ids * count)[:count], skip_special_tokens=True)
-
-
-def prompt_of(front: Served) -> str:
-    return tokenizer().decode(front.engine.submitted[-1][0])
 
 
 def ask(client: anthropic.Anthropic, messages: object = HELLO, max_tokens: int = 2, **more: object) -> anthropic.types.Message:

@@ -15,7 +15,7 @@ pytest.importorskip("openai")
 import openai
 
 from tests.server.scripted_engine import MAX_MODEL_LEN, QUEUE_S
-from tests.server.served import Served, tokenizer
+from tests.server.served import Served, ids_of, repeated, tokenizer
 
 HELLO = [{"role": "user", "content": "def main"}]
 
@@ -24,16 +24,6 @@ HELLO = [{"role": "user", "content": "def main"}]
 def client(front: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
-
-
-def ids_of(text: str) -> list[int]:
-    return tokenizer()(text, add_special_tokens=False)["input_ids"]
-
-
-def repeated(text: str, count: int) -> str:
-    """What the scripted engine answers: the ids of a prompt again and again."""
-    ids = ids_of(text)
-    return tokenizer().decode((ids * count)[:count], skip_special_tokens=True)
 
 
 def test_models_say_their_length(client):

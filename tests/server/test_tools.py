@@ -18,7 +18,7 @@ pytest.importorskip("jinja2")
 import openai
 
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.served import Served, served, tokenizer
+from tests.server.served import Served, ids_of, prompt_of, served, tokenizer
 from tests.server.template_cases import TOKENS, form_of, text_of
 
 ASKED = [{"role": "user", "content": "How is the weather?"}]
@@ -32,10 +32,6 @@ WEATHER = {
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
 THOUGHT = "<think>\nLet me look.\n</think>\n\n"
-
-
-def ids_of(text: str) -> list[int]:
-    return tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 class Script:
@@ -134,7 +130,7 @@ def test_without_tools_a_text_that_looks_like_a_call_is_text(qwen, more):
     script.text = CALL % "Bern"
     message = client.chat.completions.create(model="demo", messages=ASKED, **more).choices[0].message
     assert (message.content, message.tool_calls) == (script.text, None)
-    assert "get_weather" not in tokenizer().decode(front.engine.submitted[-1][0])
+    assert "get_weather" not in prompt_of(front)
     assert streamed(client, **more) == (script.text, "", [], ["stop"])
 
 
@@ -178,7 +174,7 @@ def test_thoughts_can_be_left_out_and_a_prompt_may_begin_or_end_them(qwen):
     script.text = "Fine."
     body = {"chat_template_kwargs": {"enable_thinking": False}}
     assert client.chat.completions.create(model="demo", messages=ASKED, extra_body=body).choices[0].message.content == "Fine."
-    assert tokenizer().decode(front.engine.submitted[-1][0]).endswith("<think>\n\n</think>\n\n")
+    assert prompt_of(front).endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_prompt_that_begins_the_thought_is_seen():
@@ -254,7 +250,7 @@ def test_models_of_other_forms_call_and_are_answered(name, text, content, though
         script.text = "<|channel|>final<|message|>Rain." if name == "gpt-oss" else "Rain."
         found = client.chat.completions.create(model="demo", messages=turns, tools=[WEATHER])
         assert found.choices[0].message.content == "Rain."
-        assert "It rains." in tokenizer().decode(front.engine.submitted[-1][0])
+        assert "It rains." in prompt_of(front)
 
 
 def test_a_template_for_tools_is_rendered_where_there_are_tools():
@@ -263,7 +259,7 @@ def test_a_template_for_tools_is_rendered_where_there_are_tools():
     with served(ScriptedEngine(script), told=other) as front:
         for body, is_shown in (({}, False), ({"tools": [WEATHER]}, True)):
             assert front.post("/v1/chat/completions", {"messages": ASKED, **body})[0] == 200
-            prompt = tokenizer().decode(front.engine.submitted[-1][0])
+            prompt = prompt_of(front)
             assert (prompt.startswith("plain"), "get_weather" in prompt) == (not is_shown, is_shown)
 
 

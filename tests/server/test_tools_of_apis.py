@@ -25,7 +25,7 @@ import pydantic
 from dflash_moe.integrations.chat_template import ChatTemplate, TemplateRenderer
 from dflash_moe.server.chat_form import find_chat_form
 from dflash_moe.server.chat_probes import Probes
-from tests.server.served import Served, served, tokenizer
+from tests.server.served import Served, ids_of, prompt_of, served
 from tests.server.test_body_fuzz import ODD
 
 # Thoughts and calls as Qwen's models write them.
@@ -86,12 +86,8 @@ def client(front: Served) -> Iterator[openai.OpenAI]:
 
 
 def say(front: Served, text: str) -> None:
-    ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
+    ids = ids_of(text)
     front.engine.answer = lambda _prompt, _choice: ids
-
-
-def prompt_of(front: Served) -> str:
-    return tokenizer().decode(front.engine.submitted[-1][0])
 
 
 MESSAGES: dict[str, Any] = {

@@ -63,7 +63,7 @@ class Application:
         self._request_log = request_log
         self._page_files = PageFiles()
         self._numbers = EngineNumbers(link.measure)
-        self._metrics = Metrics(self.traffic, self._numbers, request_log, lambda: link.state)
+        self._metrics = Metrics(self.traffic, self._numbers, request_log, lambda: self._state)
         self._guard = admission
         self._max_body_bytes = max_body_bytes
         self._large_bodies = LargeBodies(max_body_bytes)
@@ -131,7 +131,7 @@ class Application:
 
     # -- whether it works --------------------------------------------------------------------------
     async def _health(self, _request: Request) -> Response:
-        if self._link.state == frames.LOADING:
+        if self._state == frames.LOADING:
             raise _unready(frames.LOADING, _WHY[frames.LOADING])
         is_alive, reason = await self._link.ask()
         if not is_alive:
@@ -156,7 +156,7 @@ class Application:
         """What the page draws: the latest snapshot, and how the server is."""
         await self._numbers.refresh()
         found = {
-            **self._numbers.latest, "model": self._link.settings["names"][0], "state": self._link.state,
+            **self._numbers.latest, "model": self._link.settings["names"][0], "state": self._state,
             "is_up": self._numbers.is_up, "measured_s": self._numbers.measured_s,
         }  # fmt: skip
         return _response(found, headers={"cache-control": "no-store"})
@@ -164,11 +164,19 @@ class Application:
     async def _page(self, request: Request) -> Response:
         return self._page_files.response(request.path_params.get("name", INDEX))
 
-    def _need_open(self) -> Routes:
+    @property
+    def _state(self) -> str:
+        """What the server does with requests (`frames`). Once the engine process has loaded the
+        model, a large tokenizer takes this one a second, during which it is loading still.
+        """
         state = self._link.state
-        if self.routes is None or state != frames.READY:
-            state = frames.LOADING if state == frames.READY else state
+        return frames.LOADING if state == frames.READY and self.routes is None else state
+
+    def _need_open(self) -> Routes:
+        state = self._state
+        if state != frames.READY:
             raise _unready(state, _WHY.get(state, state))
+        assert self.routes is not None
         return self.routes
 
     # -- the model ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dflash_moe.errors import DflashError, ProtocolError
 from dflash_moe.server.front import api_error, frames
 from dflash_moe.server.front.answer import Answer
 from dflash_moe.server.front.api_error import ApiError
+from dflash_moe.server.front.shared_question import SharedQuestion
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,9 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._numbers = itertools.count(1)
         self._answers: dict[int, tuple[Answer, int]] = {}
-        # The question that is open, its number, and until when the answer to the latest holds.
-        self._asking: asyncio.Task[tuple[bool, str]] | None = None
-        self._question: tuple[int, asyncio.Future[tuple[bool, str]]] | None = None
-        self._measuring: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
-        self._standing = (False, "")
-        self._is_fresh_until = 0.0
+        # Questions that are open, by their numbers.
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._standing = SharedQuestion(self._ask, FRESH_S)
         self._kinds: dict[str, Callable[..., None]] = {
             frames.BEGIN: self._begin, frames.MODEL: self._model, frames.STATE: self._set_state, frames.END: self._end,
             frames.REFUSED: self._refused, frames.DELTAS: self._deltas, frames.ANSWER: self._answered,
@@ -123,38 +121,27 @@ class EngineLink(asyncio.Protocol):
         """
         if self.ended.done():
             return False, GONE
-        if asyncio.get_running_loop().time() < self._is_fresh_until:
-            return self._standing
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(self._ask())
-        return await asyncio.shield(self._asking)
+        return await self._standing.answer()
 
     async def _ask(self) -> tuple[bool, str]:
-        loop = asyncio.get_running_loop()
-        number, question = self._question = next(self._numbers), loop.create_future()
-        self._write(frames.ASK, number)
-        await asyncio.wait((question, self.ended), timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
         late = False, f"the engine process has not answered within {ANSWER_S:g} s"
-        self._standing = question.result() if question.done() else (False, GONE) if self.ended.done() else late
-        self._is_fresh_until = loop.time() + FRESH_S
-        self._question = self._asking = None
-        return self._standing
+        return await self._answer_to(frames.ASK, ANSWER_S) or ((False, GONE) if self.ended.done() else late)
 
     async def measure(self) -> Mapping[str, Any]:
         """Returns what the engine process has counted (`server.snapshot`); nothing where it does
         not say so within MEASURE_S.
         """
-        if self.ended.done():
-            return {}
-        number = next(self._numbers)
-        asked = self._measuring[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(frames.MEASURE, number)
-            return await asyncio.wait_for(asked, MEASURE_S)
-        except (ApiError, asyncio.TimeoutError):
-            return {}
-        finally:
-            del self._measuring[number]
+        return {} if self.ended.done() else await self._answer_to(frames.MEASURE, MEASURE_S) or {}
+
+    async def _answer_to(self, kind: str, limit_s: float) -> Any:
+        """Returns what the engine process answers, None where it does not within `limit_s`."""
+        number, question = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._questions[number] = question
+        # However much is unsent: of each kind there is one question at a time (SharedQuestion).
+        self._write(kind, number)
+        await asyncio.wait((question, self.ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        del self._questions[number]
+        return question.result() if question.done() else None
 
     def give_up(self, reason: str) -> None:
         """Ends the link, because this front cannot serve."""
@@ -218,10 +205,12 @@ class EngineLink(asyncio.Protocol):
             answer.arrived()
 
     def _answered(self, number: int, is_alive: bool, reason: str) -> None:
-        if self._question is not None and self._question[0] == number and not self._question[1].done():
-            self._question[1].set_result((bool(is_alive), str(reason)))
+        self._settle(number, (bool(is_alive), str(reason)))
 
     def _measured(self, number: int, found: Mapping[str, Any]) -> None:
-        asked = self._measuring.get(number)
-        if asked is not None and not asked.done():
-            asked.set_result(dict(found))
+        self._settle(number, dict(found))
+
+    def _settle(self, number: int, found: Any) -> None:
+        question = self._questions.get(number)
+        if question is not None and not question.done():
+            question.set_result(found)
