@@ -212,7 +212,7 @@ check: parts ## lint, layout, types, layers, forbidden constructs, documents aga
 # compute is not among them its kernel sets are compiled without the sanitizer.
 define sanitized_tests
 	@echo "==> C++ tests under $(1): $(or $(ROOMS),all rooms)"
-	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" \
+	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" \
 	  -DDFLASH_PLAIN_KERNELS=$(if $(ROOMS),$(if $(filter compute,$(ROOMS)),OFF,ON),OFF) > /dev/null
 	@$(COMPILE) build/$(1) $(JOBS) $(if $(ROOMS),$(ROOMS:%=test_%))
 	@$(3) $(BIN)/ctest --test-dir build/$(1) -j $(JOBS) --output-on-failure --no-tests=error --timeout 600 \
