@@ -26,6 +26,8 @@ from dflash_moe.handover import tied_program
 # vLLM compiles the model for two minutes of two cores, which others may share.
 START_S = 600.0
 END_S = 30.0
+# Lines of what a server has said that are shown where it failed.
+MOST_QUOTED = 30
 LOOK_S = 0.1
 KV_BYTES = 1 << 30
 # Of one sequence: a prompt of 2,048 tokens has room, and so has its first token.
@@ -67,7 +69,7 @@ class Server(ServedModel):
 @contextmanager
 def running(command: Sequence[object], port: int, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Runs a server for the length of the block; it ends with this process too. Raises SystemExit
-    with its last words where it is not ready within START_S.
+    where it is not ready within START_S. Whatever is raised, its last words are shown.
     """
     tied = [sys.executable, "-I", "-S", str(Path(tied_program.__file__)), str(os.getpid()), *map(str, command)]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -80,11 +82,16 @@ def running(command: Sequence[object], port: int, environment: Mapping[str, str]
             # A server that lives may still be loading.
             while server.status("/health") != 200 or server.status("/v1/models") != 200:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    said.seek(0)
-                    last = "\n".join(said.read().splitlines()[-12:])
-                    raise SystemExit(f"{' '.join(server.command)} was not ready within {START_S:g} s\n{last}")
+                    raise SystemExit(f"{' '.join(server.command)} was not ready within {START_S:g} s")
                 time.sleep(LOOK_S)
             yield server
+        except BaseException:
+            said.seek(0)
+            lines = [line for line in said.read().splitlines() if " INFO request: " not in line]
+            print(*lines[-MOST_QUOTED:], sep="\n", file=sys.stderr)
+            if process.poll() is not None:
+                print(f"the server has ended with status {process.returncode}", file=sys.stderr)
+            raise
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
