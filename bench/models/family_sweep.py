@@ -136,7 +136,8 @@ def try_setting(arch: str, setting: OddSetting, seen: list[Any]) -> Outcome | No
 
 # -- eager -----------------------------------------------------------------------------------------
 def _prompt(seed: int) -> list[int]:
-    return torch.randint(0, NUM_BYTES, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+    drawn: list[int] = torch.randint(0, NUM_BYTES, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return drawn
 
 
 def _eager(model: Any, prompt: list[int]) -> torch.Tensor:
