@@ -27,6 +27,9 @@ ODD_WINDOW = 5
 
 # The width of a tiny model's heads.
 HEAD_SIZE = 24
+# Heads of linear attention have no tiny size otherwise, and were nearly all that such a model
+# computes. A few of them are told apart as well as many.
+_LINEAR_HEADS, _LESS_HEADS = "linear_num_", 8
 
 # Fields that cannot change a logit, or whose value something outside of the model fixes: names of
 # tokens, what only training reads, what is returned beside logits, heads of other tasks.
@@ -61,7 +64,7 @@ class OddSetting:
 
 def usual_fields(text: Any) -> dict[str, Any]:
     """Returns what every model of the sweep has, odd or not, by its class's default configuration:
-    as many positions as a prompt, and windows that are shorter.
+    as many positions as a prompt, windows that are shorter, and few heads of linear attention.
     """
     fields: dict[str, Any] = {}
     for name, value in _declared(text).items():
@@ -69,6 +72,8 @@ def usual_fields(text: Any) -> dict[str, Any]:
             fields[name] = TOKENS
         elif type(value) is int and value > WINDOW and _OF_POSITIONS.search(name):
             fields[name] = ORIGINAL_MAX if "original" in name else WINDOW
+        elif type(value) is int and name.startswith(_LINEAR_HEADS):
+            fields[name] = value // _LESS_HEADS
     rotary = getattr(text, "rope_parameters", None)
     if isinstance(rotary, dict) and rotary:
         fields["rope_parameters"] = _short_rotary(rotary)

@@ -24,7 +24,7 @@ from dflash_moe.topology import Emulate
 from tests.expert_cases import Batch, Expected, local_topology, make_batch
 from tests.fault.conftest import wait_until
 
-CALL_TIMEOUT_S = 0.25
+CALL_TIMEOUT_S = 0.15
 # So many calls are submitted while the worker is still stopped: as many as there are slots.
 PRESSURE = 3
 # A worker that gives no answer for twice that is given up, which only a busy machine comes to.
@@ -49,11 +49,11 @@ def signal_workers(runtime: ExpertRuntime, number: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rounds", [50, pytest.param(200, marks=pytest.mark.long)])
-def test_a_late_writer_never_changes_a_bit(spec: ModelSpec, rounds: int) -> None:
+@pytest.mark.parametrize(("rounds", "seed"), [(50, 1), pytest.param(150, 2, marks=pytest.mark.long)])
+def test_a_late_writer_never_changes_a_bit(spec: ModelSpec, rounds: int, seed: int) -> None:
     # The worker is slowed down so that the stop falls inside a call.
     topology = local_topology(1, emulate=Emulate(slowdown=16.0))
-    order = random.Random(1)
+    order = random.Random(seed)
     timeouts = compared = 0
     with ExpertRuntime.start(topology, model=spec, call_timeout_s=CALL_TIMEOUT_S, stall_timeout_s=60.0) as runtime:
         oracle = Expected(runtime.placement, spec)

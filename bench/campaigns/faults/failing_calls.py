@@ -42,8 +42,9 @@ def run(given: Run) -> None:
     subprocess.run(command, check=True, timeout=COMPILE_S)
     verdicts: Counter[str] = Counter()
     for place in PLACES:
+        of_place = _sweep(given, library, place)
         for kind in KINDS:
-            found = _sweep(given, library, place, kind)
+            found = [one for one in of_place if one["kind"] == kind]
             fired = sum(one["fired"] for one in found)
             tally = Counter(one["verdict"] for one in found)
             verdicts += tally
@@ -56,17 +57,20 @@ def run(given: Run) -> None:
     given.claim("calls that failed", sum(row["failed_calls_injected"] for row in given.result.rows), at_least=given.size)
 
 
-def _sweep(given: Run, library: Path, place: str, kind: str) -> list[dict[str, Any]]:
-    """Runs one kind in one place; a host that crashes or hangs is followed by another."""
+def _sweep(given: Run, library: Path, place: str) -> list[dict[str, Any]]:
+    """Runs one kind after the other in one place; a host that crashes or hangs is followed by
+    another.
+    """
+    kinds = [kind for kind in KINDS for _ in range(given.size)]
     found: list[dict[str, Any]] = []
-    while len(found) < given.size:
-        arguments = [str(given.folder), place, str(KINDS.index(kind)), str(given.size), str(len(found)), str(given.seed)]
-        found += _one_host(given, library, place, kind, arguments)
+    while len(found) < len(kinds):
+        found += _one_host(given, library, place, kinds, first=len(found))
     return found
 
 
-def _one_host(given: Run, library: Path, place: str, kind: str, arguments: list[str]) -> list[dict[str, Any]]:
+def _one_host(given: Run, library: Path, place: str, kinds: list[str], *, first: int) -> list[dict[str, Any]]:
     """Returns what one host found until it ended; the event in which it crashed or hung is one."""
+    arguments = [str(given.folder), place, str(len(KINDS)), str(given.size), str(first), str(given.seed)]
     command = [sys.executable, "-m", "bench.campaigns.faults.failing_host", *arguments]
     found: list[dict[str, Any]] = []
     with (given.folder / "host.log").open("a") as log:
@@ -83,17 +87,19 @@ def _one_host(given: Run, library: Path, place: str, kind: str, arguments: list[
             line = host.stdout.readline() if readable else ""
             if not line:
                 break
-            one = json.loads(line)
+            one = {"kind": kinds[first + len(found)], **json.loads(line)}
             found.append(one)
-            given.event(place, kind=kind, **one)
+            given.event(place, **one)
             began = time.monotonic()
         status = host.poll() if readable else None
         if not readable or host.wait(HANG_S) != 0:
             log_tail = (given.folder / "host.log").read_text(errors="replace")[-400:]
-            one = {"verdict": "crash" if readable else "hang", "n": -1, "fired": 1, "seen": 0,
+            # What comes at the end of a host is counted as the last kind's.
+            kind = kinds[min(first + len(found), len(kinds) - 1)]
+            one = {"kind": kind, "verdict": "crash" if readable else "hang", "n": -1, "fired": 1, "seen": 0,
                    "seconds": time.monotonic() - began}  # fmt: skip
             found.append(one)
-            given.event(place, kind=kind, **one, status=status, error=log_tail)
+            given.event(place, **one, status=status, error=log_tail)
     finally:
         host.kill()
         host.communicate(timeout=HANG_S)

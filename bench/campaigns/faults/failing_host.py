@@ -1,11 +1,11 @@
 """The host of the campaign of failing calls, under LD_PRELOAD of failing_calls.c:
 
-    python -m bench.campaigns.faults.failing_host FOLDER PLACE KIND SIZE FIRST SEED
+    python -m bench.campaigns.faults.failing_host FOLDER PLACE KINDS SIZE FIRST SEED
 
-It counts how many calls of KIND there are in PLACE, spreads SIZE of them evenly, and has one after
-the other fail, from the FIRST-th on. A line of JSON for each says how it ended: `passed` (nothing
-failed), `error` (typed), `recovered`, `untyped`, `wrong` bits, `leak`, or `lasting`, where calls or
-workers are not well afterwards.
+It counts how many calls of each of the KINDS there are in PLACE, spreads SIZE of them evenly, and
+has one after the other fail, kind by kind, from the FIRST-th of all on. A line of JSON for each
+says how it ended: `passed` (nothing failed), `error` (typed), `recovered`, `untyped`, `wrong` bits,
+`leak`, or `lasting`, where calls or workers are not well afterwards.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -42,14 +42,14 @@ SETTINGS: dict[str, Any] = {"restart_backoff_ms": (10, 50), "call_timeout_s": 20
 _library = ctypes.CDLL(None)
 
 
-def main(folder: str, place: str, kind: str, size: str, first: str, seed: str) -> None:
+def main(folder: str, place: str, kinds: str, size: str, first: str, seed: str) -> None:
     """Does what the module text says."""
     logging.getLogger("dflash_moe").setLevel(logging.ERROR)
-    swept = _Sweep(Path(folder), place, int(kind), seed=int(seed))
-    count = swept.count()
-    for number in range(int(first), int(size)):
-        n = 1 + number * max(1, count - 1) // max(1, int(size) - 1)
-        sys.stdout.write(json.dumps(swept.one(n)) + "\n")
+    swept = _Sweep(Path(folder), place, seed=int(seed))
+    counts = swept.count(int(kinds))
+    for kind, number in [divmod(one, int(size)) for one in range(int(first), int(kinds) * int(size))]:
+        n = 1 + number * max(1, counts[kind] - 1) // max(1, int(size) - 1)
+        sys.stdout.write(json.dumps(swept.one(kind, n)) + "\n")
         sys.stdout.flush()
     swept.close()
 
@@ -64,46 +64,50 @@ def _seen(kind: int) -> int:
 
 
 class _Sweep:
-    """One kind in one place. It owns the runtime that calls and restarts are tried on."""
+    """All kinds in one place. It owns the runtime that calls and restarts are tried on."""
 
-    def __init__(self, folder: Path, place: str, kind: int, *, seed: int) -> None:
+    def __init__(self, folder: Path, place: str, *, seed: int) -> None:
         self._spec = make_model(folder / f"model-{os.getpid()}", seed=seed)
-        self._place, self._kind = place, kind
+        self._place = place
         self._token = folder / f"token-{os.getpid()}"
         with start(self._spec, **SETTINGS) as runtime:
             self._expected = np.array(runtime.experts(0, *BATCH))
         self._before = belongings()
         self._runtime: ExpertRuntime | None = None
 
-    def count(self) -> int:
-        """Returns how many calls there are where nothing fails. In a worker nobody counts them: the
-        first few hundred are those of its start.
+    def count(self, kinds: int) -> list[int]:
+        """Returns how many calls of each kind there are where nothing fails. In a worker nobody
+        counts them: the first few hundred are those of its start.
         """
         if self._place == "worker":
-            return 400 if self._kind in (0, 1, 6) else 12
+            return [400 if kind in (0, 1, 6) else 12 for kind in range(kinds)]
         self._ready()
-        _arm(self._kind, COUNTING)
+        for kind in range(kinds):
+            _arm(kind, COUNTING)
         self._do()
-        return _seen(self._kind)
+        counts = [_seen(kind) for kind in range(kinds)]
+        for kind in range(kinds):
+            _arm(kind, 0)
+        return counts
 
-    def one(self, n: int) -> dict[str, Any]:
+    def one(self, kind: int, n: int) -> dict[str, Any]:
         """Has the n-th call fail, and says how that ended."""
         self._ready()
         began = time.monotonic()
         error = ""
         if self._place == "worker":
             self._token.touch()
-            os.environ |= {"DFLASH_FAIL": f"{self._kind}:{n}", "DFLASH_FAIL_TOKEN": str(self._token)}
+            os.environ |= {"DFLASH_FAIL": f"{kind}:{n}", "DFLASH_FAIL_TOKEN": str(self._token)}
         else:
-            _arm(self._kind, n)
+            _arm(kind, n)
         try:
             verdict = self._do()
         except TYPED as caught:
             verdict, error = "error", f"{type(caught).__name__}: {caught}"
         except Exception as caught:  # noqa: BLE001 - it is what is looked for
             verdict, error = "untyped", f"{type(caught).__name__}: {caught}"
-        seen = _seen(self._kind)
-        _arm(self._kind, 0)
+        seen = _seen(kind)
+        _arm(kind, 0)
         os.environ.pop("DFLASH_FAIL", None)
         fired = not self._token.exists() if self._place == "worker" else seen >= n
         self._token.unlink(missing_ok=True)

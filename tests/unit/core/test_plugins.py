@@ -59,10 +59,9 @@ def test_simulated_cards_of_both_vendors_can_be_opened():
         _core.BackendDevice(backend="sim", device=2)
 
 
-@pytest.mark.parametrize(
-    ("vendor", "seed"),
-    [("cuda", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("cuda", 2), ("hip", 1), ("hip", 2)))],
-)
+# A case has many blocks, and the seed shuffles the threads of half of them at every turn. So one
+# seed is many orders of every kernel, and the vendors have two.
+@pytest.mark.parametrize(("vendor", "seed"), [("cuda", 1), pytest.param("hip", 2, marks=pytest.mark.long)])
 def test_every_kernel_of_a_simulated_card_gives_the_reference_bits_whatever_the_order_of_its_threads(vendor, seed):
     device = _core.BackendDevice(backend="sim", simulate=vendor, seed=seed)
     cases = [device.self_test(number) for number in range(device.self_test(0)["num_cases"])]
