@@ -52,8 +52,9 @@ def company(port: int, times: str, files: Sequence[Path], statuses: list[str]) -
     came. Raises SystemExit where a request could not be made.
     """
     command = [sys.executable, "-m", "bench.serving.company", str(port), times, *map(str, files)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=ROOT) as process:
         try:
+            # Without a buffer, in which `communicate` does not look.
             assert process.stdout is not None
             # The interpreter has started, or ended.
             process.stdout.readline()
@@ -65,8 +66,8 @@ def company(port: int, times: str, files: Sequence[Path], statuses: list[str]) -
             process.kill()
             said, errors = process.communicate()
         if has_failed:
-            raise SystemExit(f"{' '.join(command[1:4])} has failed\n{errors[-2000:]}")
-        statuses += (first + said).split()
+            raise SystemExit(f"{' '.join(command[1:4])} has failed\n{errors[-2000:].decode(errors='replace')}")
+        statuses += (first + said).decode().split()
 
 
 if __name__ == "__main__":

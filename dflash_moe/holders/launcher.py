@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import KEY_BYTES
@@ -44,6 +45,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # This option keeps the interpreter from putting the folder of its script first on the path.
 # Interpreters before 3.11 lack it; workers/start.py then takes that entry away.
 ISOLATION = ("-P",) if sys.version_info >= (3, 11) else ()
+# Ctrl-C at a terminal is not for a process that is started with this, which is in no group with its
+# parent. It stays in the session, because Linux shares processors among sessions before it looks at
+# who is nice (autogroup in sched(7)): a child at nice 10 in a session of its own takes a whole
+# processor from two threads of its parent. Python before 3.11 knows only sessions.
+OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 # These variables name folders that an interpreter takes code from. Their relative entries mean the
 # folder that the host happens to be called in, and an empty entry of PYTHONPATH means that folder
 # itself.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import DflashError, printable
-from dflash_moe.holders.launcher import ISOLATION
+from dflash_moe.holders.launcher import ISOLATION, OWN_GROUP
 from dflash_moe.integrations import grammar_process
 from dflash_moe.integrations.grammar_process import GRAMMAR, LENGTH
 from dflash_moe.integrations.limited_process import child_environment
@@ -70,8 +70,8 @@ class GrammarStarter:
                     stderr=subprocess.DEVNULL,
                     env=child_environment(),
                     cwd="/",
-                    # Ctrl-C is for this process. That one ends with the socket.
-                    start_new_session=True,
+                    # It ends with the socket.
+                    **OWN_GROUP,
                 )
             except OSError as error:
                 self.close()

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dflash_moe.holders.launcher import FOLDER_VARIABLES, isolated_environment
+from dflash_moe.holders.launcher import FOLDER_VARIABLES, OWN_GROUP, isolated_environment
 
 # The work is limited in processor time, which a busy machine gives late. What is not there after so
 # long will not come.
@@ -64,8 +64,8 @@ class LimitedProcess:
             stderr=subprocess.DEVNULL,
             env=child_environment(),
             cwd="/",
-            # Ctrl-C is for this process. That one ends with the pipe, or a second later.
-            start_new_session=True,
+            # It ends with the pipe, or a second later.
+            **OWN_GROUP,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import DflashError
-from dflash_moe.holders.launcher import ISOLATION, isolated_environment
+from dflash_moe.holders.launcher import ISOLATION, OWN_GROUP, isolated_environment
 from dflash_moe.server.front import frames, start
 from dflash_moe.server.relay import Relay, Service
 
@@ -122,8 +122,7 @@ class FrontKeeper:
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), self._listener.fileno()),
                     env=isolated_environment(os.environ),
-                    # Ctrl-C is for this process.
-                    start_new_session=True,
+                    **OWN_GROUP,
                 )
             except OSError as error:
                 ours.close()

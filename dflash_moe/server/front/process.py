@@ -44,6 +44,8 @@ def run_front(link_fd: int, listen_fd: int) -> int:
     """Serves until the engine process ends, and returns the exit code. It owns both descriptors."""
     # Ctrl-C is for the engine process, which says what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # In the background of its terminal, whose setting `tostop` would stop it at its first warning.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     faulthandler.enable()
     set_up_worker_logging()
     # What uvicorn says of each start and each strange request helps nobody.
