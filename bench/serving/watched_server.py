@@ -29,7 +29,8 @@ MOST_STEPS = 1 << 14
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
     out = Path(sys.argv[1])
-    steps: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
+    # Full from the beginning, so that memory which grows is the server's.
+    steps = deque(((place, float(place - MOST_STEPS)) for place in range(MOST_STEPS)), MOST_STEPS)
     llms: list[Any] = []
     begin, sink = LLMService.__init__, LLMService.sink
 

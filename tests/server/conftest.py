@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.server.served import Served, ids_of, served
+from tests.server.served import LARGE, Served, ids_of, served
 
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Served]:
     """A front before a scripted engine that repeats prompts."""
     with served(names=["demo", "gpt-4o"]) as found:
-        # The processes that render templates and compile grammars, too, live as long as all tests.
-        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "guided_regex": "a"}
+        # The processes that read, render and compile what was sent live as long as all tests.
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "guided_regex": "a", **LARGE}
         found.post("/v1/chat/completions", asked)
         yield found
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dflash_moe.errors import DflashError
+from dflash_moe.server.front.large_bodies import LARGE_BYTES
 from dflash_moe.server.front_keeper import FrontKeeper
 from dflash_moe.server.listening import Bound, bind
 from dflash_moe.server.model_facts import template_facts, tokenizer_facts
@@ -24,6 +25,8 @@ from dflash_moe.server.server_settings import ServerSettings
 from tests.server.scripted_engine import MAX_MODEL_LEN, MAX_QUEUE, MODEL, VOCAB_SIZE, ScriptedEngine
 
 WAIT_S = 60.0
+# Makes a body large, so that the process that reads those is there and lives as long as the front.
+LARGE = {"user": " " * LARGE_BYTES}
 # Characters of several bytes, and of several code points.
 UNICODE = [
     "naïve 漢字 🎉 done", "Ünïcödé — „Gänsefüßchen“", "👩‍👩‍👧‍👦 family", "中文和日本語のテキスト", "e\u0301 \u200d\u2060 ﷽",

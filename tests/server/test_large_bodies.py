@@ -69,7 +69,7 @@ def test_what_is_no_body_is_refused_in_the_same_words(bodies, raw, words):
 
 def test_more_values_than_a_model_reads_are_refused_with_both_numbers(bodies):
     raw = json.dumps({"prompt": [1] * 300_000}).encode()
-    with pytest.raises(ApiError, match=r"has 300,002 values .* at most 12,000") as found:
+    with pytest.raises(ApiError, match=r"has 300,002 values .* at most 12,000 are taken") as found:
         read(bodies, raw, 2000)
     assert (found.value.status, found.value.code) == (400, "context_length_exceeded")
     # The object, the list and its numbers.

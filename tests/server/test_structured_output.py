@@ -22,7 +22,7 @@ from dflash_moe.server.front import structured_output
 from dflash_moe.server.front.call_forms import JSON, PYTHON, CallForm, ChatForm, ThoughtForm
 from dflash_moe.server.front.chat_request import ChatRequest
 from dflash_moe.server.front.structured_fields import MAX_SOURCE_BYTES, source_of
-from tests.server.served import Served, served
+from tests.server.served import LARGE, Served, served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "def"}}
@@ -32,8 +32,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 @pytest.fixture(scope="module")
 def front() -> Iterator[Served]:
     with served() as found:
-        # The processes that render templates and compile grammars live as long as all tests.
-        found.post(CHAT, {**ASKED[CHAT], "max_tokens": 1, "guided_json": {}})
+        # The processes that read, render and compile what was sent live as long as all tests.
+        found.post(CHAT, {**ASKED[CHAT], "max_tokens": 1, "guided_json": {}, **LARGE})
         yield found
 
 
@@ -146,7 +146,7 @@ def test_sources_end_at_64_kib(front):
     for form in (
         {"guided_json": {"const": fits["const"] + "x"}}, {"guided_json": {"const": "é" * 40_000}},
         {"guided_regex": "x" * 70_000}, {"guided_choice": ["x" * 100] * 700}, {"grammar": "#" * 70_000},
-        {"guided_json": {"a": ["x"] * 500_000}},
+        {"guided_json": {"a": ["x" * 100] * 10_000}},
     ):  # fmt: skip
         assert f"more than {MAX_SOURCE_BYTES} bytes" in refused(front, form)["message"]
 

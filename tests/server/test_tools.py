@@ -18,7 +18,7 @@ pytest.importorskip("jinja2")
 import openai
 
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.served import Served, ids_of, prompt_of, served, tokenizer
+from tests.server.served import LARGE, Served, ids_of, prompt_of, served, tokenizer
 from tests.server.template_cases import TOKENS, form_of, text_of
 
 ASKED = [{"role": "user", "content": "How is the weather?"}]
@@ -68,8 +68,8 @@ def asked(name: str) -> Iterator[tuple[Served, openai.OpenAI, Script]]:
 def qwen_front() -> Iterator[tuple[Served, Script]]:
     script = Script()
     with served(ScriptedEngine(script), told=told("qwen3")) as front:
-        # The processes that render templates and compile grammars live as long as all tests.
-        front.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 1, "guided_regex": "a"})
+        # The processes that read, render and compile what was sent live as long as all tests.
+        front.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 1, "guided_regex": "a", **LARGE})
         yield front, script
 
 

@@ -25,7 +25,7 @@ import pydantic
 from dflash_moe.integrations.chat_template import ChatTemplate, TemplateRenderer
 from dflash_moe.server.chat_form import find_chat_form
 from dflash_moe.server.chat_probes import Probes
-from tests.server.served import Served, ids_of, prompt_of, served
+from tests.server.served import LARGE, Served, ids_of, prompt_of, served
 from tests.server.test_body_fuzz import ODD
 
 # Thoughts and calls as Qwen's models write them.
@@ -67,9 +67,9 @@ def front() -> Iterator[Served]:
         form = find_chat_form(Probes(TEMPLATE, renderer.render, []))
     assert (form.no_calls, form.no_thoughts) == ("", "")
     with served(told={"template": TEMPLATE, "chat_form": form.facts(), "max_model_len": 4096}) as found:
-        # The processes that render templates and compile grammars live as long as all tests.
+        # The processes that read, render and compile what was sent live as long as all tests.
         form = {"text": {"format": {"type": "json_object"}}}
-        assert found.post("/v1/responses", {"input": "hi", "max_output_tokens": 1, **form})[0] == 200
+        assert found.post("/v1/responses", {"input": "hi", "max_output_tokens": 1, **form, **LARGE})[0] == 200
         yield found
 
 

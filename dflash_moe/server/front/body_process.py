@@ -28,7 +28,7 @@ _BASE_BYTES = 128 << 20
 _BYTES_PER_BYTE = 24
 TOO_MANY_VALUES = (
     "the body has {count:,} values (numbers, texts, lists and objects), of which each takes a token or more where the model is "
-    "to read it, and it reads at most {most:,}; shorten the prompt: nothing is cut"
+    "to read it, and at most {most:,} are taken; send fewer: nothing is cut"
 )
 
 
