@@ -98,8 +98,8 @@ def _overload(given: Given) -> None:
     with _served(given, ALONE, engine) as (server, _):
         prompts = prompts_of(server, 32, 16)
         requests = [prompts.request("overload", number) for number in range(given.options.requests)]
-        # As many as are computed at once, and in all as many as come afterwards: what is kept of the
-        # latest requests, answers and blocks is full then.
+        # As many as are computed at once, and in all as many as come afterwards: what is kept of
+        # the latest requests, answers and blocks is full then.
         calm = run_load(server.endpoint, requests, Schedule(concurrency=RUNNING), BACK_S)
         per_s = len(calm.completed) / calm.wall_s
         fresh = [prompts.request("overloaded", number) for number in range(given.options.requests)]

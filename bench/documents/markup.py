@@ -16,7 +16,7 @@ from bench.documents.recorded import Recorded
 from bench.documents.tables import TABLES
 
 # Figures of recorded results stand in these documents.
-PAGES = ("engine", "faults", "kernels", "llama", "modes", "operators", "parity", "peers", "results")
+PAGES = ("engine", "faults", "kernels", "llama", "modes", "operators", "parity", "peers", "results", "server")
 DOCUMENTS = (
     "README.md", "docs/benchmarks.md", *(f"docs/benchmarks/{page}.md" for page in PAGES), "docs/howto/weight_formats.md",
     "docs/numerics.md", "docs/reliability.md",

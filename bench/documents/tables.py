@@ -1,7 +1,8 @@
 """Writes the tables of the documents. Each shows all rows that its rule names, in the order of the
 file. Those of kernels and weights are in kernel_tables.py, those of llama.cpp in
 llama_tables.py, those of our runtime against llama.cpp and vLLM in peer_tables.py, and those of the
-engine in engine_tables.py, those of fault campaigns in fault_tables.py.
+engine in engine_tables.py, those of the server in serving_tables.py, those of fault campaigns in
+fault_tables.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,6 +21,7 @@ from bench.documents import (
     overview,
     peer_tables,
     promise_tables,
+    serving_tables,
     verify_tables,
 )
 from bench.documents.recorded import Recorded, Row
@@ -416,6 +418,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     **llama_tables.TABLES,
     **overview.TABLES,
     **peer_tables.TABLES,
+    **serving_tables.TABLES,
     **verify_tables.TABLES,
 }
 TABLES = {f"measured/{name}": table for name, table in TABLES.items()}
