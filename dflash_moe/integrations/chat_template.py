@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError, printable, shown
-from dflash_moe.holders.launcher import ISOLATION
 from dflash_moe.integrations import template_process
 from dflash_moe.integrations.limited_process import Ended, LimitedProcess
 from dflash_moe.integrations.template_process import MAX_TEXT_BYTES, MEMORY_BYTES, RENDER_S
@@ -196,7 +195,7 @@ class TemplateRenderer:
 
 
 def _started() -> LimitedProcess:
-    program = [*ISOLATION, str(Path(template_process.__file__).resolve())]
+    program = [str(Path(template_process.__file__).resolve())]
     try:
         return LimitedProcess(program, time_limit=_TIME_LIMIT, memory_limit=_MEMORY_LIMIT)
     except OSError as error:

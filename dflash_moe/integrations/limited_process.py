@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dflash_moe.holders.launcher import FOLDER_VARIABLES, OWN_GROUP, isolated_environment
+from dflash_moe.holders.launcher import FOLDER_VARIABLES, ISOLATION, OWN_GROUP, isolated_environment
 
 # The work is limited in processor time, which a busy machine gives late. What is not there after so
 # long will not come.
@@ -51,14 +51,14 @@ class LimitedProcess:
     """A running child. One thread at a time may ask; close it."""
 
     def __init__(self, program: Sequence[str], *, time_limit: str, memory_limit: str) -> None:
-        """Starts an interpreter with these arguments and waits until it is ready. The limits are
-        the words for an end by each. Raises OSError where nothing can be started, and Ended where
+        """Starts a script with its arguments and waits until it is ready. The limits are the words
+        for an end by each. Raises OSError where nothing can be started, and Ended where
         it has ended first.
         """
         self._time_limit = time_limit
         self._memory_limit = memory_limit
         self._process = subprocess.Popen(
-            [sys.executable, *program],
+            [sys.executable, *ISOLATION, *program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

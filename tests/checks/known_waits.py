@@ -218,8 +218,6 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/integrations/chat_template.py": {
         "lock self._lock": "bounded: held over one rendering, which ends by its deadline or with its process",
-        "call os.read": "bounded: the pipe does not block, and select before it has the deadline",
-        "call os.write": "bounded: the pipe does not block, and select before it has the deadline",
     },
     "dflash_moe/integrations/grammar_process.py": {
         "call socket.recv_fds": "bounded: it waits for what it is to start, and ends with the process that asks",
@@ -230,6 +228,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "call ours.sendall": "bounded: the socket has a timeout of START_S",
         "call ours.recv": "bounded: the socket has a timeout of START_S",
         "call socket.send_fds": "bounded: the socket has a timeout of START_S",
+    },
+    "dflash_moe/integrations/limited_process.py": {
+        "call os.read": "bounded: the pipe does not block, and select before it has the deadline",
+        "call os.write": "bounded: the pipe does not block, and select before it has the deadline",
     },
     "dflash_moe/integrations/grammars.py": {
         "lock self._lock": "bounded: held while a command is put into a queue without a bound, or the thread is started",
@@ -333,6 +335,9 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/holders/worker_keeper.py": {
         "lock self._lock": "bounded: held over a state machine's step, reads of it, or what the client is told of a newcomer",
+    },
+    "dflash_moe/server/front/large_bodies.py": {
+        "lock self._lock": "bounded: held over one body, which is read within a deadline or given up",
     },
     "dflash_moe/server/front/engine_link.py": {"call question.result": "bounded: a future of asyncio that is done"},
     "dflash_moe/server/front/process.py": {"call link.ending.result": "bounded: a future of asyncio that is done"},

@@ -3,22 +3,25 @@
 gives way to the engine still less: it holds the interpreter while it waits for a processor.
 
 Run by `large_bodies.py` through `start.py`. Frames are those of integrations/limited_process.py: a
-request is the most values that a body may have, in 4 bytes, and the body; an answer is, in the form
-of `marshal`, the fields, or the status, the message and the code of an error.
+request is the most values that a body may have, in 4 bytes, and the body. An answer is a list of
+msgpack: FIELDS and these, REFUSED with the status, the message and the code of an error, or PLAIN
+for fields of which msgpack cannot hold one, such as a number of more than 64 bits.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-import marshal
 import os
 import resource
 import sys
 from typing import Any, BinaryIO
 
+import msgpack
+
 from dflash_moe.integrations.limited_process import LENGTH
 from dflash_moe.server.front import frames
 from dflash_moe.server.front.api_error import ApiError
+from dflash_moe.server.front.large_bodies import FIELDS, PLAIN, REFUSED
 from dflash_moe.server.front.request_fields import parsed
 
 NICENESS = 10
@@ -52,14 +55,19 @@ def _answer(raw: bytes, most_values: int) -> bytes:
         count = _num_values(body)
         if count > most_values:
             raise ApiError(400, TOO_MANY_VALUES.format(count=count, most=most_values), code=frames.TOO_LONG)
-        return marshal.dumps(dict(body))
+        return _packed(FIELDS, dict(body))
     except ApiError as error:
-        return marshal.dumps((error.status, str(error), error.code))
-    except ValueError:
-        # What `marshal` says of a depth that JSON still takes.
-        return marshal.dumps((400, "the body is nested too deeply", None))
+        return _packed(REFUSED, error.status, str(error), error.code)
+    except (ValueError, OverflowError):
+        # Its depth is more than msgpack's, too, which JSON still takes.
+        return _packed(PLAIN)
     except MemoryError:
-        return marshal.dumps((400, "the body takes more memory than a request of its size has use for", None))
+        return _packed(REFUSED, 400, "the body takes more memory than a request of its size has use for", None)
+
+
+def _packed(*answer: Any) -> bytes:
+    packed: bytes = msgpack.packb(answer, unicode_errors="surrogatepass")
+    return packed
 
 
 def _num_values(body: dict[str, Any]) -> int:

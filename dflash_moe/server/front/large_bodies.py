@@ -7,15 +7,15 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-import marshal
 import threading
 from pathlib import Path
 
-from dflash_moe.holders.launcher import ISOLATION
+import msgpack
+
 from dflash_moe.integrations.limited_process import LENGTH, Ended, LimitedProcess
-from dflash_moe.server.front import api_error, start
+from dflash_moe.server.front import api_error
 from dflash_moe.server.front.api_error import ApiError
-from dflash_moe.server.front.request_fields import Body
+from dflash_moe.server.front.request_fields import Body, parsed
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 LARGE_BYTES = 256 << 10
 # What a request has beside its prompt, and a field that has a value for each word.
 _MORE_VALUES = 10_000
+# What an answer begins with.
+FIELDS, REFUSED, PLAIN = "fields", "refused", "plain"
 _TOO_LARGE = "its answer is larger than any body"
 _TIME_LIMIT = "it took too much processor time"
 _MEMORY_LIMIT = "it took too much memory"
@@ -43,13 +45,13 @@ class LargeBodies:
         prompt of so many tokens and a bias for each word, and where its process fails.
         """
         most_values = max_model_len + vocab_size + _MORE_VALUES
-        # A number takes five bytes in the form of `marshal`, and two in JSON.
+        # A float takes nine bytes there, and four in JSON.
         most_bytes = 4 * self._max_body_bytes + (1 << 16)
         with self._lock:
             try:
                 if self._process is None:
                     self._process = self._started()
-                answer = marshal.loads(self._process.ask(LENGTH.pack(most_values) + raw, most_bytes, _TOO_LARGE))
+                answer = self._process.ask(LENGTH.pack(most_values) + raw, most_bytes, _TOO_LARGE)
             except (OSError, Ended) as error:
                 self._end()
                 log.warning("the process that reads large bodies has failed, and another one is started: %s", error)
@@ -59,14 +61,18 @@ class LargeBodies:
                 # An interrupt leaves an answer behind, which must not become the next one.
                 self._end()
                 raise
-        if isinstance(answer, tuple):
-            status, message, code = answer
-            raise ApiError(status, message, code=code)
-        return Body(answer, len(raw))
+        kind, *content = msgpack.unpackb(answer, unicode_errors="surrogatepass", strict_map_key=False)
+        if kind == PLAIN:
+            # It has what a frame cannot hold, in few enough values.
+            return parsed(raw)
+        if kind == FIELDS:
+            return Body(content[0], len(raw))
+        status, message, code = content
+        raise ApiError(status, message, code=code)
 
     def _started(self) -> LimitedProcess:
         most = str(self._max_body_bytes)
-        program = [*ISOLATION, str(Path(start.__file__).resolve()), "dflash_moe", "bodies", "--max-body", most]
+        program = [str(Path(__file__).resolve().with_name("start.py")), "dflash_moe", "bodies", "--max-body", most]
         return LimitedProcess(program, time_limit=_TIME_LIMIT, memory_limit=_MEMORY_LIMIT)
 
     def _end(self) -> None:
