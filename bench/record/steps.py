@@ -470,12 +470,12 @@ STEPS: tuple[Step, ...] = (
     Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-batches", ("engine_batches",), 20, _engine_batches, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-real", ("engine_real_shape",), 14, _engine_real_shape, lacking=_lacks_llama_programs),
-    Step("serving-peers", ("serving_against_peers",), 20, _serving_peers, lacking=_lacks_llama_programs, note=_without_vllm),
-    Step("serving-interference", ("serving_interference",), 8, _serving_interference, lacking=_lacks_two_cores),
+    Step("serving-peers", ("serving_against_peers",), 15, _serving_peers, lacking=_lacks_llama_programs, note=_without_vllm),
+    Step("serving-interference", ("serving_interference",), 6, _serving_interference, lacking=_lacks_two_cores),
     Step(
         "serving-faults",
         ("serving_faults",),
-        12,
+        5,
         _tried("serving_faults", "--requests", 60, "--vanishing", 20, "--rounds", 1, "--kills", 2),
     ),
 )
