@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 # A smaller body of numbers is parsed within 3 ms.
 LARGE_BYTES = 256 << 10
-# What a request has beside its prompt, and a field that has a value for each word.
+# Values beside those of the prompt, a token or more each, and of one field that has a value for each
+# word of the vocabulary, such as `logit_bias`. No request of a person or a client comes near.
 _MORE_VALUES = 10_000
 # What an answer begins with.
 FIELDS, REFUSED, PLAIN = "fields", "refused", "plain"
@@ -45,7 +46,7 @@ class LargeBodies:
         prompt of so many tokens and a bias for each word, and where its process fails.
         """
         most_values = max_model_len + vocab_size + _MORE_VALUES
-        # A float takes nine bytes there, and four in JSON.
+        # Msgpack writes a float in nine bytes, where JSON has four or more.
         most_bytes = 4 * self._max_body_bytes + (1 << 16)
         with self._lock:
             try:
