@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 # A smaller body of numbers is parsed within 3 ms.
 LARGE_BYTES = 256 << 10
-# Values beside those of the prompt, a token or more each, and of one field that has a value for each
-# word of the vocabulary, such as `logit_bias`. No request of a person or a client comes near.
+# Values beside those of the prompt, a token or more each, and of one field that has a value for
+# each word of the vocabulary, such as `logit_bias`. No request of a client comes near.
 _MORE_VALUES = 10_000
 # What an answer begins with.
 FIELDS, REFUSED, PLAIN = "fields", "refused", "plain"
