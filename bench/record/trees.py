@@ -49,6 +49,7 @@ _OF_STEP: Mapping[str, tuple[str, ...]] = {
     "simulation": ("csrc/base", "csrc/client", "csrc/simulation", "csrc/transport", "csrc/wire", "csrc/worker"),
     "gguf-architectures": _GGUF,
     "attention": (*_EXPERTS, "dflash_moe/operators"),
+    "vllm-workers": _FORWARD,
     **dict.fromkeys(("parity", "odd-settings", "verify-real"), _PROOFS),
     **dict.fromkeys(("serving-peers", "serving-interference", "serving-faults"), (*_MODELS, "dflash_moe/server")),
     **dict.fromkeys(

@@ -158,6 +158,11 @@ SETTINGS: tuple[Setting, ...] = (
         "Key shared with workers already running", "FILE",
     ),
     Setting(
+        "engine_topology", None, f"{PREFIX}TOPOLOGY", None, file_path, "path of a topology", None, "none",
+        "Topology whose workers compute the routed experts of a model that vLLM or SGLang serves; their plug-in does nothing "
+        "without it", "FILE",
+    ),
+    Setting(
         "encryption", "--encryption", f"{_IPC}ENCRYPTION", "ipc.encryption", on_off_or_auto, "auto, on, off", "auto",
         "auto: on beyond loopback",
         "TLS 1.3 to workers over TCP: with the key file's key; both ends must agree", "auto|on|off",
@@ -343,6 +348,7 @@ class Settings:
     profile: bool = _default("profile")
     threads: int | None = _default("threads")
     key_file: Path | None = _default("key_file")
+    engine_topology: Path | None = _default("engine_topology")
     encryption: str = _default("encryption")
     call_timeout_s: float = _default("call_timeout_s")
     start_timeout_s: float = _default("start_timeout_s")

@@ -19,7 +19,8 @@ from torch import nn
 from dflash_moe.forward.forward import PackedForward, StepRows
 from dflash_moe.forward.layer_loop import LayerLoop
 from dflash_moe.forward.step_blocks import StepBlocks
-from dflash_moe.integrations.transformers import Detours, ExpertRoute, route_of
+from dflash_moe.integrations.expert_route import Detours, ExpertRoute
+from dflash_moe.integrations.transformers import route_of
 from dflash_moe.model.architecture import find_experts, is_on_interface
 from dflash_moe.operators.attention_probe import AttentionProbe
 from dflash_moe.operators.layer_buffers import BufferPool

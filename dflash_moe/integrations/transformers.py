@@ -11,23 +11,20 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, ConfigError, UnsupportedError
+from dflash_moe.integrations.expert_route import Detours, ExpertRoute, call_experts
 from dflash_moe.integrations.host_weights import TORCH_DTYPES, load_weights
 from dflash_moe.model.architecture import find_experts, find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.gguf_architectures.reading import left_out
-from dflash_moe.operators.step_context import current_step
 from dflash_moe.protocol.devices import DeviceChoice
 
 if TYPE_CHECKING:
@@ -49,79 +46,16 @@ _TIED_KEYS = "all_tied_weights_keys"
 _ROUTE = "dflash_moe_route"
 
 
-@dataclass(slots=True)
-class Detours:
-    """How many blocks are open in which something stands in for the routes of a model: what was
-    bound to them asks this one number in every step.
-    """
-
-    open: int = 0
-
-
-class ExpertRoute:
-    """The layer of a runtime to which the calls of one experts module go. It counts the calls."""
-
-    __slots__ = ("__weakref__", "count", "detours", "layer", "out_size", "runtime")
-
-    def __init__(self, runtime: ExpertRuntime, layer: LayerSpec, detours: Detours) -> None:
-        """`detours` are those of the model."""
-        self.runtime = runtime
-        self.layer = layer.index
-        self.out_size = layer.ffn.out_size
-        self.detours = detours
-        # Programs of the core count their calls here too.
-        self.count = _core.CallCount()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRoute:
-        # A copied model calls the same workers.
-        return self
-
-    def call(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
-        """Returns [num_tokens, out_size] in the dtype of `hidden_states`, with the arguments and
-        errors of `ExpertRuntime.experts`.
-        """
-        self.count.add()
-        step = current_step()
-        if step is None:
-            return self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
-        left_s = step.clock.leave()
-        found = self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
-        step.clock.enter(left_s)
-        return found
-
-
-# Compiled graphs can carry numbers but no objects, so that the custom op finds its route by id().
-# Entries vanish with their route.
-_routes: weakref.WeakValueDictionary[int, ExpertRoute] = weakref.WeakValueDictionary()
-
-
-def _call_route(hidden_states: Any, topk_ids: Any, topk_weights: Any, route: int, out_size: int) -> Any:
-    return _routes[route].call(hidden_states, topk_ids, topk_weights)
-
-
-def _like_result(hidden_states: Any, topk_ids: Any, topk_weights: Any, route: int, out_size: int) -> Any:
-    return hidden_states.new_empty((hidden_states.shape[0], out_size))
-
-
-_SCHEMA = "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, int route, int out_size) -> Tensor"
-_experts_op = torch.library.custom_op("dflash_moe::experts", _call_route, mutates_args=(), schema=_SCHEMA)
-_experts_op.register_fake(_like_result)
-
-
 def experts_forward(module: Any, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
     """Computes the experts of `module`; transformers calls it through the experts interface.
-    Compilers get the custom op, and all others a direct call, which costs a third of the op's
-    dispatch. Raises ConfigError for a module without a route, and the errors of
-    `ExpertRuntime.experts`.
+    Raises ConfigError for a module without a route, and the errors of `ExpertRuntime.experts`.
     """
     route = module.__dict__.get(_ROUTE)
     if route is None:
         raise ConfigError(
             f"{type(module).__name__} has no runtime: load its model with dflash_moe.load_model, or use dflash_moe.offload"
         )
-    if torch.compiler.is_compiling():
-        return _experts_op(hidden_states, topk_ids, topk_weights, id(route), route.out_size)
-    return route.call(hidden_states, topk_ids, topk_weights)
+    return call_experts(route, hidden_states, topk_ids, topk_weights)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -311,9 +245,7 @@ def _connect(experts: Mapping[str, Any], runtime: ExpertRuntime) -> None:
         if down is not None and (down.shape[0], *sorted(down.shape[1:])) != _down_shape(layer):
             theirs, ours = list(down.shape), list(_down_shape(layer))
             raise ConfigError(f"{name}: the model's down_proj has shape {theirs}, the runtime's layer is of {ours}")
-        route = ExpertRoute(runtime, layer, detours)
-        _routes[id(route)] = route
-        module.__dict__[_ROUTE] = route
+        module.__dict__[_ROUTE] = ExpertRoute(runtime, layer, detours)
 
 
 def _down_shape(layer: LayerSpec) -> tuple[int, ...]:

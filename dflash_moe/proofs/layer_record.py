@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dflash_moe.forward.forward import Forward
-    from dflash_moe.integrations.transformers import ExpertRoute
+    from dflash_moe.integrations.expert_route import ExpertRoute
 
 
 @dataclass(frozen=True, slots=True)

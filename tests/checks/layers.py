@@ -51,6 +51,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "operators": _DESCRIPTION,
     "operators/layers": _DESCRIPTION | {"operators"},
     "integrations": _CALLS | {"operators"},
+    # Imported by processes of these engines alone, which have what is imported.
+    "integrations/vllm": _CALLS | {"operators", "integrations"},
+    "integrations/sglang": _CALLS | {"operators", "integrations"},
     "forward": _MODELS,
     "engine": _MODELS | {"forward"},
     "proofs": _MODELS | {"forward", "engine"},
@@ -70,8 +73,9 @@ OUTSIDE = {"bench", "tests"}
 
 # Some rooms may import these packages, but always inside a function, because importing ours must
 # work without them. What runs models is itself imported inside functions, and may do it at the top.
-HEAVY = {"torch", "transformers", "tokenizers", "matplotlib"}
-HEAVY_AT_TOP = {"operators", "operators/layers", "integrations", "forward", "engine", "proofs"}
+HEAVY = {"torch", "transformers", "tokenizers", "matplotlib", "vllm", "sglang"}
+HEAVY_AT_TOP = {"operators", "operators/layers", "integrations", "integrations/vllm", "integrations/sglang"}
+HEAVY_AT_TOP |= {"forward", "engine", "proofs"}
 HEAVY_IN_FUNCTIONS = {"model", "model/formats", "experts", "bench", "cli"} | HEAVY_AT_TOP
 # Of these packages some rooms may import only one, inside functions.
 HEAVY_ONES = {"server/front": {"tokenizers"}}

@@ -17,7 +17,8 @@ import torch
 from dflash_moe import ConfigError, DflashError, ExpertRuntime, Topology
 from dflash_moe.forward.forward import OutOfBlocks, PackedForward, StepRows
 from dflash_moe.forward.host_model import HostModel, open_host
-from dflash_moe.integrations.transformers import ExpertRoute, expert_calls
+from dflash_moe.integrations.expert_route import ExpertRoute
+from dflash_moe.integrations.transformers import expert_calls
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.operators import gathered_attention

@@ -20,7 +20,7 @@ from dflash_moe.forward.block_hashes import BlockHashes
 from dflash_moe.forward.forward import PackedForward, StepRows
 from dflash_moe.forward.host_model import HostModel, open_host
 from dflash_moe.forward.take_layers import _BoundRoute
-from dflash_moe.integrations.transformers import ExpertRoute
+from dflash_moe.integrations.expert_route import ExpertRoute
 from dflash_moe.operators.layers.step_program import StepProgram
 from tests.host_models import ORIGINAL_MAX, PROMPT_TOKENS, checkpoint, forward_part, logits_of, parts_of, prompt, start
 

@@ -22,7 +22,7 @@ from dflash_moe.forward.halves import micro_batches
 from dflash_moe.forward.halves.half_steps import Cut
 from dflash_moe.forward.halves.half_turns import HalfTurns
 from dflash_moe.forward.host_model import open_host
-from dflash_moe.integrations.transformers import ExpertRoute
+from dflash_moe.integrations.expert_route import ExpertRoute
 from dflash_moe.model.architecture import find_experts
 from tests.host_models import checkpoint, prompt, start
 
