@@ -1,5 +1,5 @@
-"""What our workers take or give under vLLM on the same two cores: tokens/s of plain vLLM and of vLLM
-whose experts are two workers', and what the plug-in costs a start without its variable.
+"""What our workers take or give under vLLM on the same two cores: tokens/s of plain vLLM and of
+vLLM whose experts are two workers', and what the plug-in costs a start without its variable.
 
     VLLM_PYTHON=PYTHON python -m bench.campaigns.vllm_workers [--rounds 5] [--json ...]
 

@@ -22,8 +22,8 @@ from bench.documents import (
     peer_tables,
     promise_tables,
     serving_tables,
-    vllm_tables,
     verify_tables,
+    vllm_tables,
 )
 from bench.documents.recorded import Recorded, Row
 from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, payload, percent, ratio, seconds

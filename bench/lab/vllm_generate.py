@@ -1,12 +1,12 @@
-"""A process that generates with vLLM as it is told, line by line. It is run by the interpreter of an
-environment with vLLM, and imports nothing of this project.
+"""A process that generates with vLLM as it is told, line by line. It is run by the interpreter of
+an environment with vLLM.
 
-    python bench/lab/vllm_generate.py OUT_DESCRIPTOR
+    python -m bench.lab.vllm_generate OUT_DESCRIPTOR
 
-The first line of stdin is one JSON object of options of `vllm.LLM`. Each further one is an order with
-`prompts` (lists of ids), which may have `max_tokens` and `logprobs`, or with `look`: what is seen of
-the model. Answers are lines of JSON on the descriptor OUT_DESCRIPTOR, one for the start and one for
-each order; vLLM itself speaks on stdout and stderr.
+The first line of stdin is one JSON object of options of `vllm.LLM`. Each further one is an order
+with `prompts` (lists of ids), which may have `max_tokens` and `logprobs`, or with `look`: what is
+seen of the model (vllm_look.py). Answers are lines of JSON on the descriptor OUT_DESCRIPTOR, one
+for the start and one for each order; vLLM itself speaks on stdout and stderr.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,27 +19,6 @@ import time
 from typing import Any
 
 NEW_TOKENS = 16
-
-
-def look(model: Any) -> dict[str, Any]:
-    """Returns what is seen of a rank's model in the process that has it: the layers of routed
-    experts with their calls, their bytes there, the runtime's counters (None at ranks that call
-    nobody), the process of each worker, and the most memory that this process had.
-    """
-    layers = [one for one in model.modules() if "RoutedExperts" in type(one).__name__]
-    routes = [getattr(layer.quant_method, "route", None) for layer in layers]
-    runtime = next((route.runtime for route in routes if route is not None), None)
-    with open("/proc/self/status", encoding="ascii") as file:
-        peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-    return {
-        "pid": os.getpid(),
-        "classes": sorted({type(layer).__name__ for layer in layers}),
-        "expert_bytes": sum(one.numel() * one.element_size() for layer in layers for one in layer.parameters()),
-        "calls": [0 if route is None else route.count.value for route in routes],
-        "totals": None if runtime is None else runtime.stats()["totals"],
-        "workers": {} if runtime is None else {one.name: one.pid for one in runtime.worker_processes()},
-        "peak_bytes": peak,
-    }
 
 
 def generate(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +48,8 @@ def main() -> None:
         options = json.loads(sys.stdin.readline())
         began = time.monotonic()
         from vllm import LLM
+
+        from bench.lab.vllm_look import look
 
         llm = LLM(skip_tokenizer_init=True, disable_log_stats=True, **options)
         print(json.dumps({"start_s": time.monotonic() - began}), file=answers)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("vllm_generate.py")
+PROGRAM = "bench.lab.vllm_generate"
 # A start takes 20 s on two idle cores, and a minute where vLLM compiles.
 LIMIT_S = 600.0
 # A cache of keys and values of 1 GiB, and threads that stay where the kernel puts them, so that
@@ -43,7 +43,7 @@ class VllmProcess:
         self.start_s: float = self._answer()["start_s"]
 
     def generate(self, prompts: list[list[int]], **order: Any) -> dict[str, Any]:
-        """Has the prompts continued greedily, with the order's fields of bench/lab/vllm_generate.py."""
+        """Has the prompts continued greedily, with the order's fields of vllm_generate.py."""
         return self._ordered({"prompts": prompts, **order})
 
     def look(self) -> list[dict[str, Any]]:
@@ -69,6 +69,8 @@ class VllmProcess:
             raise VllmFailed(f"no answer within {LIMIT_S:.0f} s\n{self.said()}")
         line = self._answers.readline()
         if not line:
+            # What it says of its end comes behind the last answer.
+            self.process.wait(timeout=LIMIT_S)
             raise VllmFailed(self.said())
         found: dict[str, Any] = json.loads(line)
         return found
@@ -81,7 +83,7 @@ class VllmProcess:
             self.process.wait(timeout=60)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self.process.kill()
-            self.process.wait()
+            self.process.wait(timeout=10)
         self._answers.close()
 
 
@@ -90,8 +92,8 @@ def running_vllm(
     python: str | Path, model: Path, topology: str | None = None, *, environment: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[VllmProcess]:  # fmt: skip
-    """Starts vLLM by the interpreter `python`, and ends it with the block. With `topology`, the text
-    of one, our workers have the experts. `environment` is added, and `options` are those of
+    """Starts vLLM by the interpreter `python`, and ends it with the block. With `topology`, the
+    text of one, our workers have the experts. `environment` is added, and `options` are those of
     `vllm.LLM`. Raises VllmFailed where it does not start.
     """
     with tempfile.TemporaryDirectory(prefix="dflash-vllm-") as folder:
@@ -105,8 +107,8 @@ def running_vllm(
         answers, out = os.pipe()
         with said.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
-                [python, PROGRAM, str(out)], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder,
-                text=True, pass_fds=[out],
+                [python, "-m", PROGRAM, str(out)],
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True, pass_fds=[out],
             )  # fmt: skip
         os.close(out)
         assert process.stdin is not None
@@ -116,7 +118,7 @@ def running_vllm(
             running = VllmProcess(process, answers, said)
         except BaseException:
             process.kill()
-            process.wait()
+            process.wait(timeout=10)
             raise
         try:
             yield running

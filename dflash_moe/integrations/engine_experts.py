@@ -41,8 +41,8 @@ _STORED_AS = re.compile(r"(\.weight|_blocks|_packed)$")
 
 
 class EngineExperts:
-    """The experts of one model in one process of an engine. Every rank has one, and asks it for each
-    of its layers.
+    """The experts of one model in one process of an engine. Every rank has one, and asks it for
+    each of its layers.
     """
 
     def __init__(self, spec: ModelSpec, topology: Path, *, device: str, is_caller: bool, cpus: Sequence[int]) -> None:
@@ -80,8 +80,8 @@ class EngineExperts:
         missing = [layer.name for layer in self.spec.layers if layer.index not in self._taken]
         if missing:
             raise UnsupportedError(
-                f"of {len(self.spec.layers)} layers with routed experts {len(self._taken)} were built in a way that workers can "
-                f"take over, and {missing[0]} was not: unset DFLASH_MOE_TOPOLOGY for this model"
+                f"of {len(self.spec.layers)} layers with routed experts {len(self._taken)} were built in a way that workers "
+                f"can take over, and {missing[0]} was not: unset DFLASH_MOE_TOPOLOGY for this model"
             )
 
     def expert_tensors(self) -> re.Pattern[str]:
@@ -156,5 +156,7 @@ def _started(spec: ModelSpec, topology: Path, device: str, cpus: Sequence[int]) 
         )
     names = ", ".join(worker.name for worker in wanted.workers) or "this process"
     took_s = time.monotonic() - began
-    log.info("%s: computes the routed experts of %d layers after %.1f s (process %d)", names, len(spec.layers), took_s, os.getpid())
+    log.info(
+        "%s: computes the routed experts of %d layers after %.1f s (process %d)", names, len(spec.layers), took_s, os.getpid()
+    )
     return runtime

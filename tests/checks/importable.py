@@ -15,8 +15,8 @@ from dflash_moe.errors import UnsupportedError
 
 # Who lacks one of these cannot import what needs it, and that is no finding. Everything else is.
 OTHERS = frozenset(
-    ("click", "gguf", "httptools", "huggingface_hub", "matplotlib", "msgpack", "numpy", "prometheus_client", "prompt_toolkit", "rich",
-     "safetensors", "sglang", "starlette", "tokenizers", "torch", "transformers", "typer", "uvicorn", "vllm", "yaml")
+    ("click", "gguf", "httptools", "huggingface_hub", "matplotlib", "msgpack", "numpy", "prometheus_client", "prompt_toolkit",
+     "rich", "safetensors", "sglang", "starlette", "tokenizers", "torch", "transformers", "typer", "uvicorn", "vllm", "yaml")
 )  # fmt: skip
 EXTENSIONS = ("_core", "_measure", "_simulation")
 

@@ -249,6 +249,10 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/forward/halves/two_halves.py": {
         "call jobs.get": "bounded: it waits for halves for as long as its model lives; close() and its end put None",
     },
+    "dflash_moe/integrations/engine_experts.py": {
+        "leave ThreadPoolExecutor": "bounded: it has ended, by the line below",
+        "call thread.submit(work).result": "bounded: it reads a checkpoint's headers, or starts workers within their limits",
+    },
     "dflash_moe/integrations/parameter_values.py": {
         "leave ThreadPoolExecutor": "bounded: each task converts the tensors of one expert, and its taker has STANDSTILL_S"
     },

@@ -1,1 +1,4 @@
-"""What our plug-ins use of other engines, as tables, which are compared with the source in a wheel."""
+"""What our plug-ins use of other engines, as tables: they are compared with the source in a wheel.
+
+SPDX-License-Identifier: Apache-2.0
+"""

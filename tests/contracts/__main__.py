@@ -29,8 +29,9 @@ def main() -> int:
         contract = SGLANG if wheel.name.startswith("sglang") else VLLM
         found = contract.findings(wheel)
         has_findings |= bool(found)
-        said = "\n".join(f"  {line}" for line in found)
-        print(f"{contract.package} {version_of(wheel)}: {f'breaks the contract:{chr(10)}{said}' if found else 'keeps the contract'}")
+        print(f"{contract.package} {version_of(wheel)}: {'breaks' if found else 'keeps'} the contract")
+        for line in found:
+            print(f"  {line}")
     return 1 if has_findings and not given.newer else 0
 
 

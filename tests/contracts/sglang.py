@@ -47,7 +47,7 @@ SGLANG = Contract(
         ),
         (_LAYER, "FusedMoE.run_moe_core"): (("self.quant_method.apply(", "layers do not compute by their method"),),
         (_LAYER, "FusedMoE.forward_impl"): (
-            ("tensor_model_parallel_all_reduce(final_hidden_states)", "the result of rank 0 may not be added up over the ranks"),
+            ("tensor_model_parallel_all_reduce(final_hidden_states)", "the result of rank 0 may not be added up"),
         ),
         (_BASE, "FusedMoEMethodBase.get_moe_runner_backend"): (
             ("if self.runner is not None else None", "a layer without a runner is taken for something else"),

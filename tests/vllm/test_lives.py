@@ -35,6 +35,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def generate_for_ever(running, asked):
+    """Generates until vLLM ends."""
+    while True:
+        running.generate(asked)
+
+
 def test_a_killed_worker_costs_no_token_where_another_has_its_experts(start, made):
     model, asked = made("qwen3_moe", "f32"), prompts(16)
     draw = random.Random(5)
@@ -84,8 +90,7 @@ def test_a_lost_worker_without_a_remedy_ends_the_step_in_our_sentence(start, mad
         os.kill(rank["workers"]["w1"], signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(VllmFailed) as failed:
-            while True:
-                running.generate(asked)
+            generate_for_ever(running, asked)
         assert time.monotonic() - began < 60
     assert "worker w1" in str(failed.value)
     assert "WorkerLost" in str(failed.value)

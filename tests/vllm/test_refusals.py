@@ -51,10 +51,8 @@ def test_a_worker_that_nobody_started(start, made):
 def test_a_model_without_routed_experts(start, tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=257, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=64,
-    )  # fmt: skip
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    config = Qwen3Config(vocab_size=257, hidden_size=128, intermediate_size=64, num_hidden_layers=1, **heads)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     said = refused(start, tmp_path, TWO_WORKERS)
     assert "has no routed experts" in said

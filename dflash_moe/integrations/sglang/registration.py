@@ -1,5 +1,5 @@
-"""What the plug-in does in a process of SGLang: it stands before the constructor of SGLang's layer of
-routed experts, and gives it a method of computing that asks workers.
+"""What the plug-in does in a process of SGLang: it stands before the constructor of SGLang's layer
+of routed experts, and gives it a method of computing that asks workers.
 
 SGLang logs the errors of a plug-in and goes on without it, so that everything that can fail is done
 when the first layer is built: its errors end the start.
@@ -114,8 +114,8 @@ def _method(engine: EngineExperts, given: dict[str, Any]) -> Any:
     layer = engine.layer(name)
     if layer is None:
         raise UnsupportedError(
-            f"{given['prefix'] or name}: the checkpoint has no routed experts there; a draft model with experts of its own cannot "
-            f"be used with DFLASH_MOE_TOPOLOGY"
+            f"{given['prefix'] or name}: the checkpoint has no routed experts there; a draft model with experts of its own "
+            f"cannot be used with DFLASH_MOE_TOPOLOGY"
         )
     refuse_layer(given["prefix"] or name, layer, given)
     from dflash_moe.integrations.sglang.remote_method import RemoteMethod
@@ -135,6 +135,6 @@ def refuse_layer(name: str, layer: Any, given: dict[str, Any]) -> None:
         raise UnsupportedError(f"{name}: its experts weigh their input (apply_router_weight_on_input), which workers do not")
     if given["routed_scaling_factor"] not in (None, 1.0):
         raise UnsupportedError(
-            f"{name}: its kernel scales the experts' sum by routed_scaling_factor {given['routed_scaling_factor']}, which was not "
-            f"tried with workers"
+            f"{name}: its kernel scales the experts' sum by routed_scaling_factor {given['routed_scaling_factor']}, which was "
+            f"not tried with workers"
         )

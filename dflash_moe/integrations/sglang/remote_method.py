@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Creates no weights and calls the workers. Rank 0 gives their whole result and the others zeros,
-    which SGLang adds up.
+    """Creates no weights and calls the workers. Rank 0 gives their whole result and the others
+    zeros, which SGLang adds up.
     """
 
     def __init__(self, route: ExpertRoute | None, num_experts: int, out_size: int) -> None:

@@ -52,7 +52,7 @@ def loader_without_experts(
             # vLLM's own filter, for one rank of several: no expert is this rank's. It passes over
             # the tensor of a single expert before that is read; one that holds all experts of a
             # layer is mapped, handed out and left unread by `get_all_weights`.
-            self.local_expert_ids = set()
+            self.local_expert_ids: set[int] | None = set()
             super().load_weights(model, model_config)
 
         def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:

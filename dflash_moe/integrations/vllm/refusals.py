@@ -19,8 +19,8 @@ LOAD_FORMATS = ("auto", "hf", "safetensors")
 
 
 def refuse_settings(config: Any) -> None:
-    """Raises UnsupportedError for the first setting of a `vllm.config.VllmConfig` with which experts
-    would not be where the plug-in has them.
+    """Raises UnsupportedError for the first setting of a `vllm.config.VllmConfig` with which
+    experts would not be where the plug-in has them.
     """
     parallel, load = config.parallel_config, config.load_config
     refused = {
@@ -54,8 +54,8 @@ def refuse_settings(config: Any) -> None:
 
 
 def refuse_layer(name: str, layer: LayerSpec | None, moe: Any, options: dict[str, Any]) -> None:
-    """Raises UnsupportedError where a layer of vLLM is not the layer of the checkpoint: `moe` is its
-    `FusedMoEConfig`, and `options` are what the model gave to the layer beside it.
+    """Raises UnsupportedError where a layer of vLLM is not the layer of the checkpoint: `moe` is
+    its `FusedMoEConfig`, and `options` are what the model gave to the layer beside it.
     """
     if layer is None:
         raise UnsupportedError(

@@ -99,13 +99,19 @@ def _checkpoint(config: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     found = snapshot_download(
-        model.model, revision=model.revision, cache_dir=config.load_config.download_dir, allow_patterns=["*.safetensors", "*.json"]
+        model.model,
+        revision=model.revision,
+        cache_dir=config.load_config.download_dir,
+        allow_patterns=["*.safetensors", "*.json"],
     )
     return Path(found)
 
 
-def _derived(kind: type) -> list[type]:
-    return [found for below in kind.__subclasses__() for found in (below, *_derived(below))]
+def _derived(kind: type[Any]) -> list[type[Any]]:
+    found: list[type[Any]] = []
+    for below in kind.__subclasses__():
+        found += [below, *_derived(below)]
+    return found
 
 
 def _speak_like_vllm() -> None:

@@ -1,5 +1,5 @@
-"""The comparison of our plug-ins' contracts with a wheel finds each breach. The wheels of these tests
-are written from the tables themselves; `make plugin-contracts` compares real ones.
+"""The comparison of our plug-ins' contracts with a wheel finds each breach. The wheels of these
+tests are written from the tables themselves; `make plugin-contracts` compares real ones.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -25,9 +25,9 @@ GIVEN = {
 }  # fmt: skip
 
 
-def server_args(model_path, **changed):
+def server_args(folder, **changed):
     fields = {
-        "model_path": str(model_path), "pp_size": 1, "dp_size": 1, "moe_a2a_backend": "none", "enable_eplb": False,
+        "model_path": str(folder), "pp_size": 1, "dp_size": 1, "moe_a2a_backend": "none", "enable_eplb": False,
         "enable_lora": None, "load_format": "auto", "device": "cuda", "disable_cuda_graph": False,
         "cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled",
     }  # fmt: skip
@@ -36,8 +36,12 @@ def server_args(model_path, **changed):
 
 def test_without_the_variable_nothing_is_imported():
     env = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_MOE_")}
-    code = "import sys, dflash_moe_sglang as door; door.register(); print([n for n in sys.modules if n.startswith('dflash_moe.')])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, text=True, capture_output=True, timeout=60, check=True)
+    code = (
+        "import sys, dflash_moe_sglang as door; door.register(); print([n for n in sys.modules if n.startswith('dflash_moe.')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, text=True, capture_output=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -1,0 +1,127 @@
+"""The commands of docs/howto/vllm.md do what the page says: on one machine, and with a worker that
+was started by hand, here at an address of this machine.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench.lab.vllm_process import ENVIRONMENT, LIMIT_S
+from tests.vllm.prompts import TWO_WORKERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
+ONE_MACHINE, TWO_MACHINES = (
+    textwrap.dedent(block) for block in re.findall(r"^ *```yaml\n(.*?)^ *```", PAGE, re.DOTALL | re.MULTILINE)
+)
+# As on the page, but for what is different here.
+SERVE = "DFLASH_MOE_TOPOLOGY=workers.yaml vllm serve path/to/checkpoint"
+KEY = "dflash-moe key make workers.key"
+WORKER = """dflash-moe worker --topology workers.yaml --name far --model path/to/checkpoint \\
+      --key-file workers.key --listen tcp://0.0.0.0:7171"""
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextmanager
+def running(command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Runs a command of the page in a folder, and ends it with the block."""
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    ours = f"{sys.executable} -m dflash_moe"
+    command = re.sub(r"(?<!\S)dflash-moe ", f"{ours} ", re.sub(r"(?<!\S)vllm ", f"{vllm} ", command))
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    with (folder / "said.txt").open("a", encoding="utf-8") as said:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec env {command}"], cwd=folder, env=env, stdout=said, stderr=said, text=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def answer_of(port: int, path: str, body: dict | None = None) -> dict:
+    """Returns what the server answers, once it does."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        data=json.dumps(body).encode() if body else None,
+        headers={"Content-Type": "application/json"},
+    )
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.loads(answer.read() or b"{}")
+        except (urllib.error.URLError, ConnectionError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def workers_of(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_moe", "workers", "list"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def complete(port: int) -> int:
+    answer_of(port, "/health")
+    model = answer_of(port, "/v1/models")["data"][0]["id"]
+    answer = answer_of(port, "/v1/completions", {"model": model, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True})
+    return answer["usage"]["completion_tokens"]
+
+
+def test_the_page_has_these_commands():
+    for command in (SERVE, KEY, WORKER):
+        assert command in PAGE
+    assert "name: w1" in ONE_MACHINE
+    assert "name: far" in TWO_MACHINES
+
+
+def test_on_one_machine_workers_have_the_experts(made, tmp_path, port):
+    assert TWO_WORKERS.count("w1") == ONE_MACHINE.count("w1")
+    (tmp_path / "workers.yaml").write_text(ONE_MACHINE)
+    command = SERVE.replace("path/to/checkpoint", str(made("qwen3_moe", "bf16")))
+    with running(f"{command} --port {port} --enforce-eager --max-model-len 512", tmp_path):
+        assert complete(port) == 8
+        said = workers_of(tmp_path)
+    assert "w0" in said
+    assert "w1" in said
+    assert "computes the routed experts of 2 layers" in (tmp_path / "said.txt").read_text()
+
+
+def test_with_a_worker_elsewhere_it_has_the_experts(made, tmp_path, port):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        far = free.getsockname()[1]
+    (tmp_path / "workers.yaml").write_text(TWO_MACHINES.replace("10.0.0.2:7171", f"127.0.0.1:{far}"))
+    model = str(made("qwen3_moe", "bf16"))
+    with running(KEY, tmp_path) as made_key:
+        assert made_key.wait(timeout=60) == 0
+    worker = WORKER.replace("0.0.0.0:7171", f"127.0.0.1:{far}").replace("path/to/checkpoint", model)
+    command = f"DFLASH_MOE_KEY_FILE=workers.key {SERVE}".replace("path/to/checkpoint", model)
+    with running(worker, tmp_path), running(f"{command} --port {port} --enforce-eager --max-model-len 512", tmp_path):
+        assert complete(port) == 8
+        assert "far" in workers_of(tmp_path)
