@@ -22,7 +22,8 @@ def look(model: Any) -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "classes": sorted({type(layer).__name__ for layer in layers}),
-        "expert_bytes": sum(one.numel() * one.element_size() for layer in layers for one in layer.parameters()),
+        # A router's bias may be kept with the layer; what belongs to experts has a dimension more.
+        "expert_bytes": sum(one.numel() * one.element_size() for layer in layers for one in layer.parameters() if one.ndim > 1),
         "calls": [0 if route is None else route.count.value for route in routes],
         "totals": None if runtime is None else runtime.stats()["totals"],
         "workers": {} if runtime is None else {one.name: one.pid for one in runtime.worker_processes()},

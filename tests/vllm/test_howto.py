@@ -46,9 +46,10 @@ def port() -> int:
 @contextmanager
 def running(command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Runs a command of the page in a folder, and ends it with the block."""
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    ours = f"{sys.executable} -m dflash_moe"
-    command = re.sub(r"(?<!\S)dflash-moe ", f"{ours} ", re.sub(r"(?<!\S)vllm ", f"{vllm} ", command))
+    # `vllm` itself looks for a distribution of this name, which the build for processors is not.
+    server = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model "
+    command = re.sub(r"(?<!\S)vllm serve ", server, command)
+    command = re.sub(r"(?<!\S)dflash-moe ", f"{sys.executable} -m dflash_moe ", command)
     env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     with (folder / "said.txt").open("a", encoding="utf-8") as said:
         process = subprocess.Popen(
@@ -61,7 +62,7 @@ def running(command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait(timeout=60)
 
 
-def answer_of(port: int, path: str, body: dict | None = None) -> dict:
+def answer_of(server: subprocess.Popen[str], port: int, path: str, body: dict | None = None) -> dict:
     """Returns what the server answers, once it does."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}",
@@ -74,7 +75,7 @@ def answer_of(port: int, path: str, body: dict | None = None) -> dict:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.loads(answer.read() or b"{}")
         except (urllib.error.URLError, ConnectionError):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or server.poll() is not None:
                 raise
             time.sleep(0.5)
 
@@ -87,10 +88,11 @@ def workers_of(folder: Path) -> str:
     return done.stdout
 
 
-def complete(port: int) -> int:
-    answer_of(port, "/health")
-    model = answer_of(port, "/v1/models")["data"][0]["id"]
-    answer = answer_of(port, "/v1/completions", {"model": model, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True})
+def complete(server: subprocess.Popen[str], port: int) -> int:
+    answer_of(server, port, "/health")
+    model = answer_of(server, port, "/v1/models")["data"][0]["id"]
+    asked = {"model": model, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
+    answer = answer_of(server, port, "/v1/completions", asked)
     return answer["usage"]["completion_tokens"]
 
 
@@ -105,8 +107,8 @@ def test_on_one_machine_workers_have_the_experts(made, tmp_path, port):
     assert TWO_WORKERS.count("w1") == ONE_MACHINE.count("w1")
     (tmp_path / "workers.yaml").write_text(ONE_MACHINE)
     command = SERVE.replace("path/to/checkpoint", str(made("qwen3_moe", "bf16")))
-    with running(f"{command} --port {port} --enforce-eager --max-model-len 512", tmp_path):
-        assert complete(port) == 8
+    with running(f"{command} --port {port} --enforce-eager --max-model-len 512", tmp_path) as server:
+        assert complete(server, port) == 8
         said = workers_of(tmp_path)
     assert "w0" in said
     assert "w1" in said
@@ -122,6 +124,7 @@ def test_with_a_worker_elsewhere_it_has_the_experts(made, tmp_path, port):
         assert made_key.wait(timeout=60) == 0
     worker = WORKER.replace("0.0.0.0:7171", f"127.0.0.1:{far}").replace("path/to/checkpoint", model)
     command = f"DFLASH_MOE_KEY_FILE=workers.key {SERVE}".replace("path/to/checkpoint", model)
-    with running(worker, tmp_path), running(f"{command} --port {port} --enforce-eager --max-model-len 512", tmp_path):
-        assert complete(port) == 8
+    serve = f"{command} --port {port} --enforce-eager --max-model-len 512"
+    with running(worker, tmp_path), running(serve, tmp_path) as server:
+        assert complete(server, port) == 8
         assert "far" in workers_of(tmp_path)
