@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = Path("/dev/shm")
 PROGRAM = "bench.lab.vllm_generate"
 # A start takes 20 s on two idle cores, and a minute where vLLM compiles.
 LIMIT_S = 600.0
@@ -96,6 +97,7 @@ def running_vllm(
     text of one, our workers have the experts. `environment` is added, and `options` are those of
     `vllm.LLM`. Raises VllmFailed where it does not start.
     """
+    before = set(SHARED.glob("vllm_*"))
     with tempfile.TemporaryDirectory(prefix="dflash-vllm-") as folder:
         env = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_MOE_")}
         env |= ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | dict(environment or {})
@@ -124,3 +126,6 @@ def running_vllm(
             yield running
         finally:
             running.close()
+            # vLLM leaves the memory in which its ranks add up behind.
+            for path in set(SHARED.glob("vllm_*")) - before:
+                path.unlink(missing_ok=True)
