@@ -474,7 +474,7 @@ STEPS: tuple[Step, ...] = (
     Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-batches", ("engine_batches",), 20, _engine_batches, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-real", ("engine_real_shape",), 14, _engine_real_shape, lacking=_lacks_llama_programs),
-    Step("vllm-workers", ("vllm_workers",), 4, _tried("vllm_workers", "--rounds", 1, "--tiny"), lacking=_lacks_vllm),
+    Step("vllm-workers", ("vllm_workers",), 6, _tried("vllm_workers", "--rounds", 1, "--tiny"), lacking=_lacks_vllm),
     Step("serving-peers", ("serving_against_peers",), 15, _serving_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("serving-interference", ("serving_interference",), 6, _serving_interference, lacking=_lacks_two_cores),
     Step(
