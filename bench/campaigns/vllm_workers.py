@@ -6,9 +6,9 @@ vLLM whose experts are a worker's, and what the plug-in costs a start without it
 PYTHON is the interpreter of an environment with vLLM for processors and the wheel of this checkout,
 as `make vllm-check` makes it. Both sides run all the time, and each round asks both: 1, 4 and 16
 sequences of 64 tokens that are continued by 32, and one prompt of 512. vLLM has two threads on both
-sides, and the worker two of its own; none is bound, and none spins. The worker rounds what meets its
-weights to bfloat16, as vLLM does. A vLLM that was asked polls for a while, so that the other one is
-asked only after that. About six minutes.
+sides, and the worker two of its own; none is bound, and none spins. The worker rounds what meets
+its weights to bfloat16, as vLLM does. A vLLM that was asked polls for a while, so that the other
+one is asked only after that. About six minutes.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -391,9 +391,9 @@ def _without_vllm() -> str:
 
 
 STEPS: tuple[Step, ...] = (
-    Step("ipc", ("ipc",), 5, _ipc, (("ipc", "ipc.png", False),), _lacks_two_cores),
-    Step("experts", ("experts",), 20, _experts, (("experts", "experts.png", False),)),
-    Step("experts-bf16", ("experts_bf16",), 4, _experts_bf16),
+    Step("ipc", ("ipc",), 2, _ipc, (("ipc", "ipc.png", False),), _lacks_two_cores),
+    Step("experts", ("experts",), 10, _experts, (("experts", "experts.png", False),)),
+    Step("experts-bf16", ("experts_bf16",), 2, _experts_bf16),
     Step("gemm", ("layer_against_gemm",), 3, _tried("layer_against_gemm", "--rounds", 1, "--tokens", 32)),
     Step(
         "peers",
