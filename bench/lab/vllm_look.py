@@ -26,6 +26,18 @@ def look(model: Any) -> dict[str, Any]:
         "expert_bytes": sum(one.numel() * one.element_size() for layer in layers for one in layer.parameters() if one.ndim > 1),
         "calls": [0 if route is None else route.count.value for route in routes],
         "totals": None if runtime is None else runtime.stats()["totals"],
-        "workers": {} if runtime is None else {one.name: one.pid for one in runtime.worker_processes()},
+        "workers": {} if runtime is None else _processes(runtime),
         "peak_bytes": peak,
     }
+
+
+def _processes(runtime: Any) -> dict[str, int]:
+    """Returns the process of each worker, of none while one is lost. What stands in for a lost one
+    in this process is no worker.
+    """
+    from dflash_moe import WorkerLost
+
+    try:
+        return {one.name: one.pid for one in runtime.worker_processes() if one.pid != os.getpid()}
+    except WorkerLost:
+        return {}

@@ -1,7 +1,7 @@
 """The lives of workers under vLLM: one that is killed costs no token where another has its experts,
 one without a remedy ends the step in our sentence, and no end of vLLM leaves anything of ours.
 
-VLLM_KILLS and VLLM_CORE_KILLS say how many of each; a campaign takes 50 and 20.
+KILLS and CORE_KILLS say how many of each; a campaign takes 50 and 20.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,12 +19,14 @@ import pytest
 from bench.lab.vllm_process import VllmFailed
 from tests.vllm.prompts import TWO_WORKERS, prompts
 
-KILLS = int(os.environ.get("VLLM_KILLS", "5"))
-CORE_KILLS = int(os.environ.get("VLLM_CORE_KILLS", "1"))
+KILLS = int(os.environ.get("KILLS", "5"))
+CORE_KILLS = int(os.environ.get("CORE_KILLS", "1"))
 TWO_HOLDERS = TWO_WORKERS + "placement: {replicas: 2}\nfailure: {restart: {deaths: 1000, backoff_ms: [10, 100]}}\n"
 NO_REMEDY = TWO_WORKERS + "host: {fallback: none}\nfailure: {restart: off}\n"
 # All that is ours has ended so long after vLLM's process did.
 LEFT_S = 2.0
+# A killed worker is back so long after, also on a busy machine.
+BACK_S = 60.0
 
 
 def is_alive(pid: int) -> bool:
@@ -33,6 +35,18 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def living(running, killed: set[int]) -> list[int]:
+    """Returns the processes of the workers once all have one that runs and was not killed."""
+    deadline = time.monotonic() + BACK_S
+    while True:
+        (rank,) = running.look()
+        pids = list(rank["workers"].values())
+        if pids and all(map(is_alive, pids)) and not killed & set(pids):
+            return pids
+        assert time.monotonic() < deadline, rank["workers"]
+        time.sleep(0.05)
 
 
 def generate_for_ever(running, asked):
@@ -46,26 +60,26 @@ def test_a_killed_worker_costs_no_token_where_another_has_its_experts(start, mad
     draw = random.Random(5)
     with start(model, TWO_HOLDERS) as running:
         expected = running.generate(asked, max_tokens=64)
-        is_over, answers = threading.Event(), []
+        is_over, answers, killed = threading.Event(), [], set()
 
         def generate() -> None:
             while not is_over.is_set():
                 answers.append(running.generate(asked, max_tokens=64)["tokens"])
 
         for _kill in range(KILLS):
-            (rank,) = running.look()
+            pids = living(running, killed)
             is_over.clear()
             thread = threading.Thread(target=generate)
             thread.start()
             time.sleep(draw.uniform(0.0, expected["took_s"]))
-            os.kill(draw.choice(list(rank["workers"].values())), signal.SIGKILL)
+            killed.add(victim := draw.choice(pids))
+            os.kill(victim, signal.SIGKILL)
             time.sleep(0.5)
             is_over.set()
             thread.join()
         assert answers
         assert all(tokens == expected["tokens"] for tokens in answers)
-        totals = running.look()[0]["totals"]
-    assert totals["calls"] > 0
+        assert running.look()[0]["totals"]["failovers"] > 0
 
 
 @pytest.mark.parametrize("_number", range(CORE_KILLS))
