@@ -37,10 +37,14 @@ WORKER = """dflash-moe worker --topology workers.yaml --name far --model path/to
       --key-file workers.key --listen tcp://0.0.0.0:7171"""
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 @contextmanager
@@ -81,9 +85,11 @@ def answer_of(server: subprocess.Popen[str], port: int, path: str, body: dict | 
 
 
 def workers_of(folder: Path) -> str:
+    """Returns what `workers list` says of the host whose log is in this folder; others may run."""
+    (pid,) = re.findall(r"layers after .* \(process (\d+)\)", (folder / "said.txt").read_text())
     done = subprocess.run(
-        [sys.executable, "-m", "dflash_moe", "workers", "list"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-m", "dflash_moe", "workers", "--pid", pid, "list"], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     return done.stdout
 
@@ -116,8 +122,7 @@ def test_on_one_machine_workers_have_the_experts(made, tmp_path, port):
 
 
 def test_with_a_worker_elsewhere_it_has_the_experts(made, tmp_path, port):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        far = free.getsockname()[1]
+    far, other_port = free_port(), free_port()
     (tmp_path / "workers.yaml").write_text(TWO_MACHINES.replace("10.0.0.2:7171", f"127.0.0.1:{far}"))
     model = str(made("qwen3_moe", "bf16"))
     with running(KEY, tmp_path) as made_key:
@@ -128,3 +133,8 @@ def test_with_a_worker_elsewhere_it_has_the_experts(made, tmp_path, port):
     with running(worker, tmp_path), running(serve, tmp_path) as server:
         assert complete(server, port) == 8
         assert "far" in workers_of(tmp_path)
+        # A worker has one host at a time. A second engine is told so, and the first goes on.
+        with running(serve.replace(f"--port {port}", f"--port {other_port}"), tmp_path) as second:
+            assert second.wait(timeout=LIMIT_S) != 0
+        assert complete(server, port) == 8
+    assert "worker far is busy" in (tmp_path / "said.txt").read_text()
