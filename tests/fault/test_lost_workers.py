@@ -121,7 +121,7 @@ def test_a_mode_that_needs_new_slots_is_taken_without_a_lost_worker_and_fits_it_
 
 def test_a_slow_but_working_worker_is_never_declared_dead(spec: ModelSpec) -> None:
     # Many rows, and a stall that is longer than a worker ever waits for its core on a busy machine.
-    slow = Emulate(slowdown=360.0)
+    slow = Emulate(slowdown=1000.0)
     with start(spec, emulate=slow, stall_timeout_s=1.0, call_timeout_s=90.0, batch_capacity=4096) as runtime:
         started = time.monotonic()
         result = call(runtime, 4000)
