@@ -33,12 +33,18 @@ from dflash_moe.model.make import MakeOptions, make_checkpoint
 
 ONE_WORKER = "version: 1\nworkers: [{name: w0, backend: cpu, threads: 2, activations: bf16}]\n"
 # Sequences, tokens of each prompt, new tokens of each.
-CASES = {"1 sequence": (1, 64, 32), "4 sequences": (4, 64, 32), "16 sequences": (16, 64, 32), "prefill of 512": (1, 512, 1)}
+CASES = {
+    "1 sequence": (1, 64, 32),
+    "4 sequences": (4, 64, 32),
+    "16 sequences": (16, 64, 32),
+    "prefill of 512": (1, 512, 1),
+}
 SIDES = ("plain", "workers")
 # vLLM's processors then compute what is not experts with two threads on both sides.
 ENVIRONMENT = {"OMP_NUM_THREADS": "2"}
 IMPORTS = 9
-# vLLM's processes poll for so long behind a request.
+# Behind a request vLLM's processes go on polling for a second (`busy_loop_s` of its message
+# queues); this is that with room to spare.
 POLLING_S = 4.0
 IMPORT = """
 import time
@@ -57,7 +63,7 @@ def main() -> int:
     arguments = parser.parse_args()
     python = os.environ.get("VLLM_PYTHON")
     if not python:
-        raise SystemExit("VLLM_PYTHON names no interpreter that has vLLM; `make vllm-check` makes build/vllm/env/bin/python")
+        raise SystemExit("VLLM_PYTHON names no interpreter with vLLM; `make vllm-check` makes build/vllm/env/bin/python")
     recorder = Recorder(arguments.json)
     result = recorder.begin("vllm_workers", {"rounds": arguments.rounds, "vllm": _version(python)})
     with ExitStack() as running, recorder.recording():
@@ -105,7 +111,8 @@ class _Case:
             return None
         sequences, length, new = CASES[self.case]
         tokens = sequences * (new if new > 1 else length)
-        row = {"case": self.case, "name": self.side, "sequences": sequences, "tokens": tokens, **timing_fields(self.samples_s)}
+        taken = timing_fields(self.samples_s)
+        row = {"case": self.case, "name": self.side, "sequences": sequences, "tokens": tokens, **taken}
         return {**row, "tokens_per_s": tokens / row["median_s"]}
 
 
@@ -131,16 +138,19 @@ def _seen(name: str, side: VllmProcess) -> dict[str, Any]:
 def _of_import(python: str) -> dict[str, Any]:
     """What vLLM's call of the plug-in takes without the variable, in processes of their own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_MOE_")}
-    taken = [
-        float(subprocess.run([python, "-c", IMPORT], env=environment, capture_output=True, text=True, check=True).stdout)
-        for _ in range(IMPORTS)
-    ]
+    taken = [float(_said(python, IMPORT, environment)) for _ in range(IMPORTS)]
     return {"name": "plug-in without its variable", **timing_fields(taken)}
 
 
 def _version(python: str) -> str:
-    code = "import vllm; print(vllm.__version__)"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
+    return _said(python, "import vllm; print(vllm.__version__)", dict(os.environ)).splitlines()[-1]
+
+
+def _said(python: str, code: str, environment: dict[str, str]) -> str:
+    """Returns what a program says to that interpreter's stdout, which has a minute for it."""
+    command = [python, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

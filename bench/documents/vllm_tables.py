@@ -35,7 +35,8 @@ def memory(recorded: Recorded) -> str:
                 f"{side['peak_bytes'] / 1e6:.0f} MB", f"{side['start_s']:.1f} s", f"{side['calls']:,}", sent,
             )
         )  # fmt: skip
-    head = ("side", "experts in vLLM's process", "most memory of that process", "start", "calls of experts", "bytes / floor")
+    memory_head = ("experts in vLLM's process", "most memory of that process")
+    head = ("side", *memory_head, "start", "calls of experts", "bytes / floor")
     return markdown(head, lines)
 
 

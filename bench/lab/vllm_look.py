@@ -17,13 +17,14 @@ def look(model: Any) -> dict[str, Any]:
     layers = [one for one in model.modules() if "RoutedExperts" in type(one).__name__]
     routes = [getattr(layer.quant_method, "route", None) for layer in layers]
     runtime = next((route.runtime for route in routes if route is not None), None)
+    # A router's bias may be kept with the layer; what belongs to experts has a dimension more.
+    weights = [one for layer in layers for one in layer.parameters() if one.ndim > 1]
     with open("/proc/self/status", encoding="ascii") as file:
         peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
     return {
         "pid": os.getpid(),
         "classes": sorted({type(layer).__name__ for layer in layers}),
-        # A router's bias may be kept with the layer; what belongs to experts has a dimension more.
-        "expert_bytes": sum(one.numel() * one.element_size() for layer in layers for one in layer.parameters() if one.ndim > 1),
+        "expert_bytes": sum(one.numel() * one.element_size() for one in weights),
         "calls": [0 if route is None else route.count.value for route in routes],
         "totals": None if runtime is None else runtime.stats()["totals"],
         "workers": {} if runtime is None else _processes(runtime),

@@ -24,8 +24,8 @@ LIMIT_S = 600.0
 # A cache of keys and values of 1 GiB, and threads that stay where the kernel puts them, so that
 # workers find cores.
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True}
 
@@ -110,7 +110,8 @@ def running_vllm(
         with said.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 [python, "-m", PROGRAM, str(out)],
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True, pass_fds=[out],
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True,
+                pass_fds=[out],
             )  # fmt: skip
         os.close(out)
         assert process.stdin is not None

@@ -68,7 +68,7 @@ class EngineExperts:
         UnsupportedError for a layer that was taken before.
         """
         if layer.index in self._taken:
-            raise UnsupportedError(f"{name}: layer {layer.index} is built a second time; two models cannot share workers")
+            raise UnsupportedError(f"{name}: layer {layer.index} is built twice; two models cannot share workers")
         self._taken.add(layer.index)
         return ExpertRoute(self._runtime, layer, self._detours) if self._runtime is not None else None
 
@@ -80,8 +80,8 @@ class EngineExperts:
         missing = [layer.name for layer in self.spec.layers if layer.index not in self._taken]
         if missing:
             raise UnsupportedError(
-                f"of {len(self.spec.layers)} layers with routed experts {len(self._taken)} were built in a way that workers "
-                f"can take over, and {missing[0]} was not: unset DFLASH_MOE_TOPOLOGY for this model"
+                f"of {len(self.spec.layers)} layers with routed experts {len(self._taken)} were built in a way that "
+                f"workers can take over, and {missing[0]} was not: unset DFLASH_MOE_TOPOLOGY for this model"
             )
 
     def expert_tensors(self) -> re.Pattern[str]:
@@ -90,6 +90,14 @@ class EngineExperts:
         """
         patterns = {_beginning(pattern) for layer in self.spec.layers for pattern in _patterns(layer.ffn)}
         return re.compile("|".join(sorted(patterns)))
+
+
+def refuse_weighed_input(name: str, is_weighed: bool) -> None:
+    """Raises UnsupportedError for a layer whose experts multiply their input by the router's weight
+    instead of their output.
+    """
+    if is_weighed:
+        raise UnsupportedError(f"{name}: its experts weigh their input (apply_router_weight_on_input), which workers do not")
 
 
 def apart_from_engine(work: Callable[[], Result]) -> Result:

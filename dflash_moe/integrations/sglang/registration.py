@@ -76,8 +76,8 @@ def check_version(found: str) -> None:
     if match is None or not OLDEST <= tuple(map(int, match.groups())) < BEYOND:
         oldest, beyond = (".".join(map(str, version)) for version in (OLDEST, BEYOND))
         raise UnsupportedError(
-            f"DFLASH_MOE_TOPOLOGY is set and SGLang is {found}: this dflash_moe was compared with SGLang >={oldest},<{beyond}; "
-            f"pip install 'sglang>={oldest},<{beyond}', or unset DFLASH_MOE_TOPOLOGY"
+            f"DFLASH_MOE_TOPOLOGY is set and SGLang is {found}: this dflash_moe was compared with SGLang "
+            f">={oldest},<{beyond}; pip install 'sglang>={oldest},<{beyond}', or unset DFLASH_MOE_TOPOLOGY"
         )
 
 
@@ -103,8 +103,8 @@ def refuse_settings(args: Any, parallel: Any) -> None:
     for setting, is_set in refused.items():
         if is_set:
             raise UnsupportedError(
-                f"DFLASH_MOE_TOPOLOGY is set and so is SGLang's {setting}, with which its experts cannot be ours: change it, "
-                f"or unset DFLASH_MOE_TOPOLOGY"
+                f"DFLASH_MOE_TOPOLOGY is set and so is SGLang's {setting}, with which its experts cannot be ours: "
+                f"change it, or unset DFLASH_MOE_TOPOLOGY"
             )
 
 
@@ -114,8 +114,8 @@ def _method(engine: EngineExperts, given: dict[str, Any]) -> Any:
     layer = engine.layer(name)
     if layer is None:
         raise UnsupportedError(
-            f"{given['prefix'] or name}: the checkpoint has no routed experts there; a draft model with experts of its own "
-            f"cannot be used with DFLASH_MOE_TOPOLOGY"
+            f"{given['prefix'] or name}: the checkpoint has no routed experts there; a draft model with experts of "
+            f"its own cannot be used with DFLASH_MOE_TOPOLOGY"
         )
     refuse_layer(given["prefix"] or name, layer, given)
     from dflash_moe.integrations.sglang.remote_method import RemoteMethod
@@ -131,10 +131,11 @@ def refuse_layer(name: str, layer: Any, given: dict[str, Any]) -> None:
             f"{name}: SGLang's layer has (experts, hidden size) {theirs}, the checkpoint's {ours}; start SGLang with "
             f"--disable-shared-experts-fusion"
         )
-    if given["apply_router_weight_on_input"]:
-        raise UnsupportedError(f"{name}: its experts weigh their input (apply_router_weight_on_input), which workers do not")
+    from dflash_moe.integrations.engine_experts import refuse_weighed_input
+
+    refuse_weighed_input(name, given["apply_router_weight_on_input"])
     if given["routed_scaling_factor"] not in (None, 1.0):
         raise UnsupportedError(
-            f"{name}: its kernel scales the experts' sum by routed_scaling_factor {given['routed_scaling_factor']}, which was "
-            f"not tried with workers"
+            f"{name}: its kernel scales the experts' sum by routed_scaling_factor {given['routed_scaling_factor']}, "
+            f"which was not tried with workers"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import UnsupportedError
+from dflash_moe.integrations.engine_experts import refuse_weighed_input
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
@@ -42,8 +43,8 @@ def refuse_settings(config: Any) -> None:
         if is_set:
             raise UnsupportedError(
                 f"DFLASH_MOE_TOPOLOGY is set and so is vLLM's {setting}, with which its experts cannot be ours; "
-                f"what works is --tensor-parallel-size with --load-format {', '.join(LOAD_FORMATS)}: leave {setting} out, "
-                f"or unset DFLASH_MOE_TOPOLOGY"
+                f"what works is --tensor-parallel-size with --load-format {', '.join(LOAD_FORMATS)}: leave {setting} "
+                f"out, or unset DFLASH_MOE_TOPOLOGY"
             )
     device = str(config.device_config.device_type)
     if device != "cpu" and not config.model_config.enforce_eager:
@@ -62,8 +63,7 @@ def refuse_layer(name: str, layer: LayerSpec | None, moe: Any, options: dict[str
             f"{name}: vLLM builds routed experts here which the checkpoint's model does not have; "
             f"a draft model with experts of its own (--speculative-config) cannot be used with DFLASH_MOE_TOPOLOGY"
         )
-    if options.get("apply_router_weight_on_input"):
-        raise UnsupportedError(f"{name}: its experts weigh their input (apply_router_weight_on_input), which workers do not")
+    refuse_weighed_input(name, bool(options.get("apply_router_weight_on_input")))
     theirs, ours = (moe.num_experts, moe.hidden_dim), (layer.num_experts, layer.ffn.in_size)
     if theirs != ours:
         raise UnsupportedError(

@@ -1,6 +1,6 @@
 """Which versions of vLLM the plug-in works with. What it uses of vLLM is no public interface, so
-that a version counts once its source was compared (tests/contracts/vllm.py)
-and `make vllm-check` was run with it or a neighbour.
+that a version counts once its source was compared (tests/contracts/vllm.py) and `make vllm-check`
+was run with it or a neighbour.
 
 SPDX-License-Identifier: Apache-2.0
 """
