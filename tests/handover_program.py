@@ -130,7 +130,7 @@ class Library:
         assert isinstance(terms, PathTerms), terms
         made = _core.PathTerms(
             _core.Geometry(terms.num_slots, terms.request_bytes, terms.reply_bytes), terms.generation,
-            socket_buffer_bytes=terms.socket_buffer_bytes, user_timeout_ms=terms.user_timeout_ms,
+            socket_buffer_bytes=terms.socket_buffer_bytes, user_timeout_ms=terms.user_timeout_ms, local_host=terms.local_host,
         )  # fmt: skip
         offer = _core.offer_path(terms.transport, made)
         count = len(offer.descriptors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,10 +43,22 @@ def _lacks_isa(name: str) -> str | None:
     return None if name in supported else f"needs {name}; this processor has {', '.join(supported)}"
 
 
+def _lacks_ray() -> str | None:
+    return None if importlib.util.find_spec("ray") is not None else "needs ray, which is not installed"
+
+
+def _lacks_slurm() -> str | None:
+    programs = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
+    missing = [program for program in programs if shutil.which(program) is None]
+    return f"needs Slurm; there is no {', '.join(missing)}" if missing else None
+
+
 MARKS: dict[str, Mark] = {
     "long": Mark("an exhaustive sweep; left to `make test-long`", lambda: None),
     "two_cores": Mark("two cores that the process may use", _lacks_two_cores),
     "transformers": Mark("torch and transformers", _lacks_transformers),
+    "ray": Mark("ray, for a cluster of it on this machine", _lacks_ray),
+    "slurm": Mark("Slurm's daemons and commands, for a cluster of it on this machine", _lacks_slurm),
     "avx2": Mark("a processor with AVX2", lambda: _lacks_isa("avx2")),
     "avx512": Mark("a processor with AVX-512", lambda: _lacks_isa("avx512")),
 }

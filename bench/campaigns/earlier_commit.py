@@ -69,6 +69,9 @@ class Variant:
 
     def _run(self, command: list[Any]) -> str:
         env = {**os.environ, "PYTHONPATH": str(self.tree)}
+        if not (self.tree / "dflash_moe" / "config" / "cache.py").is_file():
+            # A tree without these settings keeps nothing on disk, and refuses their variables.
+            env = {name: value for name, value in env.items() if not name.startswith("DFLASH_MOE_CACHE_")}
         done = subprocess.run(
             command, cwd=self.tree, env=env, text=True, capture_output=True, timeout=CHILD_S, check=False
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""What `weights_layout: mapped` costs: the same worker with weights packed and computed from the
-mapped file, interleaved.
+"""What `weights_layout: mapped` and `stored` cost: the same worker with weights packed in memory,
+computed from the mapped checkpoint, and mapped from panels on disk, interleaved.
 
     python -m bench.campaigns.mapped_weights [--rounds 7] [--json bench/results/mapped_weights.json]
 
-Per stored format two runtimes of one loopback worker each, over the same file in the page cache:
+Per stored format three runtimes of one loopback worker each, over the same file in the page cache:
 the time of `experts()` for 1, 16, 64, 512 and 2,048 tokens, of starting each (loading included),
 and the anonymous memory that each adds. Results are compared bit for bit before anything is timed.
 Needs the gguf package, 4 GB of disk and memory; about five minutes.
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.campaigns.harness import command_line
+from bench.lab.panels import let_panels_be_kept, write_panels
 from bench.models.tiny_gguf import tiny_gguf
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.bench.harness import Recorder, run_rounds
@@ -32,8 +33,8 @@ from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.testing.tiny import SAFETENSORS_DTYPES, routed_batch, tiny_checkpoint
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 64, 8, 1024, 512
-LAYOUTS = ("packed", "mapped")
-FORMATS = ("bf16", "q8_0", "q4_k")
+LAYOUTS = ("packed", "mapped", "stored")
+FORMATS = ("bf16", "q8_0", "q4_k", "q6_k")
 TOKENS = (1, 16, 64, 512, 2048)
 SAMPLE_S = 0.2
 
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; fewer for a trial [64]")
     parser.add_argument("--formats", default=",".join(FORMATS), help=f"comma-separated [{','.join(FORMATS)}]")
     arguments = parser.parse_args()
+    let_panels_be_kept()
     recorder = Recorder(arguments.json)
     shape = {
         "layers": LAYERS,
@@ -59,7 +61,9 @@ def main() -> int:
         for weight_format in arguments.formats.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 spec = _checkpoint(Path(folder), weight_format, arguments.experts)
-                runtimes = {layout: _Started.start(spec, layout, arguments.threads) for layout in LAYOUTS}
+                cache = Path(folder) / "cache"
+                write_panels(spec, cache)
+                runtimes = {layout: _Started.start(spec, layout, arguments.threads, cache) for layout in LAYOUTS}
                 _compare_bits(runtimes, arguments.experts)
                 cases = [
                     _Case(weight_format, started, tokens, arguments.experts)
@@ -71,7 +75,8 @@ def main() -> int:
                 for started in runtimes.values():
                     started.runtime.close()
     for line in result.summary:
-        print(f"{line['format']:>5} {line['tokens']:>5} tokens: mapped takes {line['time_ratio']:.2f} x packed's time")
+        what = f"{line['format']:>5} {line['tokens']:>5} tokens"
+        print(f"{what}: mapped takes {line['time_ratio']:.2f} x packed's time, stored {line['stored_ratio']:.2f} x")
     return 0
 
 
@@ -98,9 +103,9 @@ class _Started:
     anonymous_bytes: int
 
     @classmethod
-    def start(cls, spec: ModelSpec, layout: str, threads: int) -> _Started:
+    def start(cls, spec: ModelSpec, layout: str, threads: int, cache: Path) -> _Started:
         topology = Topology.parse(
-            "version: 1\nworkers:\n"
+            f"version: 1\ncache: {{path: {cache}, panels: auto}}\nworkers:\n"
             f"  - {{name: w0, address: loopback, backend: cpu, threads: {threads}, weights_layout: {layout}}}\n"
         )
         before, began = process_memory().anonymous_bytes, time.perf_counter()
@@ -151,19 +156,22 @@ class _Case:
 
 def _compare_bits(runtimes: dict[str, _Started], num_experts: int) -> None:
     batch = routed_batch(70, HIDDEN, num_experts, TOP_K, seed=1)
-    packed, mapped = (np.asarray(runtimes[layout].runtime.experts(0, *batch)) for layout in LAYOUTS)
-    if packed.tobytes() != mapped.tobytes():
-        raise SystemExit("mapped weights give other bits than packed ones: nothing is timed")
+    packed, *others = (np.asarray(runtimes[layout].runtime.experts(0, *batch)) for layout in LAYOUTS)
+    if any(packed.tobytes() != other.tobytes() for other in others):
+        raise SystemExit("mapped weights or panels give other bits than packed weights: nothing is timed")
 
 
 def _ratios(cases: list[_Case]) -> list[dict[str, Any]]:
-    """Returns for each number of tokens the median time of `mapped` divided by that of `packed`."""
+    """Returns for each number of tokens the median times of `mapped` and `stored` divided by that
+    of `packed`.
+    """
     medians = {(case.tokens, case.started.layout): statistics.median(case.samples_s) for case in cases}
     return [
         {
             "format": cases[0].weight_format,
             "tokens": tokens,
             "time_ratio": medians[tokens, "mapped"] / medians[tokens, "packed"],
+            "stored_ratio": medians[tokens, "stored"] / medians[tokens, "packed"],
         }
         for tokens in TOKENS
     ]

@@ -67,6 +67,7 @@ class Finding:
 _ANSWERS, _PATH, _SENDING = "csrc/client/answers.cc", "csrc/client/path.cc", "csrc/client/sending.cc"
 _LOSSES, _REMEDIES = "csrc/client/losses.cc", "csrc/client/remedies.cc"
 _ENGINE = "csrc/client/engine.cc"
+_TURNS, _MERGED, _PIECES = "csrc/store/compute_turns.cc", "csrc/worker/merged_batch.cc", "csrc/worker/pieces.cc"
 
 BUGS = {
     bug.name: bug
@@ -161,6 +162,23 @@ BUGS = {
             _ENGINE, "  crew_.clock.look(began);\n",
             "  const int64_t from = crew_.clock.at_last_look() == 0 ? began : began - 20'000'000'000;\n"
             "  for (int64_t at = from; at < began; at += kTickNs) crew_.clock.look(at);\n  crew_.clock.look(began);\n",
+        ),
+        # Those that only two hosts at one worker show.
+        Bug(
+            "scattered_to_the_first", "every piece of a batch of several hosts gets the rows of the first",
+            _MERGED, "    from += bytes;\n", "",
+        ),
+        Bug(
+            "any_company", "rows for another shard are computed with this one",
+            _TURNS, "         other.piece_->shard == piece_->shard &&\n", "",
+        ),
+        Bug(
+            "company_forgotten", "who was computed with another one's piece is not told",
+            _TURNS, "    other->place_ = Place::kComputed;\n", "",
+        ),
+        Bug(
+            "pieces_not_cut", "a long request is computed whole although another host waits",
+            _PIECES, "  if (ids.size() <= most) {", "  if (num_left > 0) {",
         ),
     )
 }  # fmt: skip

@@ -35,8 +35,8 @@ from dflash_moe import _core
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.store.expert_loading import load_experts
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.testing.tiny import tiny_checkpoint, tiny_ffn
 
@@ -95,7 +95,7 @@ class _Case:
     beyond: int = 0
 
     def measure(self, *, keep: bool) -> None:
-        _touch(self.num_bytes)
+        touch_memory(self.num_bytes)
         started = time.perf_counter()
         beyond = self.run()
         if keep:
@@ -200,7 +200,7 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(held)
 
 
-def _touch(num_bytes: int) -> None:
+def touch_memory(num_bytes: int) -> None:
     """Touches and frees `num_bytes`, so that the next fresh memory of this size is memory that this
     machine has in hand.
     """

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.documents.recorded import Recorded
-from bench.documents.text import markdown
+from bench.documents.text import digits, markdown, ratio, seconds
 from dflash_moe.bench.compare import compare_rows
 
 KILLS = "worker_kills"
 AUDIT = "audit"
 FALLBACK = "fallback_kills"
+HOSTS = "several_hosts"
+CLUSTERS = {"kills_ray": "Ray", "kills_slurm": "Slurm"}
 RESTARTS = "rolling_restarts"
 CHANGES = {"restart": "started anew", "add": "added", "remove": "removed"}
 # The prefix of an event's figures, and what it is called.
@@ -41,7 +43,7 @@ def worker_kills(recorded: Recorded) -> str:
 # The campaigns over the whole stack, in the order of their table; not every machine can run each.
 CAMPAIGNS = (
     "kills", "stops", "all-dead", "crash-loop", "partitions", "lossy-link", "proxies", "control-groups", "scribblers",
-    "damaged-files", "strangers", "mode-changes", "soak",
+    "damaged-files", "strangers", "registrations", "mode-changes", "soak",
 )  # fmt: skip
 FAILING = "fault_failing-calls"
 # The field of a row that says how often something was broken.
@@ -100,6 +102,46 @@ def fallback_kills(recorded: Recorded) -> str:
     ]  # fmt: skip
     head = ("restart", "times", "calls", "failed calls", "wrong bits", "requests to the host", "stall p50", "p99", "max")
     return markdown(head, lines)
+
+
+def hosts_together(recorded: Recorded) -> str:
+    """Writes what four hosts at one worker get done together, and one after the other."""
+    lines = [
+        (
+            row["name"],
+            digits(row["together_rows_per_s"]),
+            digits(row["in_turn_rows_per_s"]),
+            ratio(row["together_over_in_turn"]),
+        )
+        for row in recorded.rows(HOSTS, lambda row: "together_over_in_turn" in row)
+    ]
+    return markdown(("weights", "rows/s at once", "in turn", "ratio"), lines)
+
+
+def hosts_beside(recorded: Recorded) -> str:
+    """Writes what calls take beside another host at their worker."""
+    rows = recorded.rows(HOSTS, lambda row: "p99_s" in row)
+    p99 = {row["name"]: row["p99_s"] for row in rows}
+    lines = []
+    for row in rows:
+        limit = seconds(row["bound_s"]) if "bound_s" in row else "-"
+        times, over = "-", "-"
+        if "faults" in row:
+            times, over = str(row["faults"]), f"{ratio(row['p99_s'] / p99[row['set_against']])} {row['set_against']}"
+        lines.append((row["name"], times, seconds(row["median_s"]), seconds(row["p99_s"]), limit, over))
+    return markdown(("calls", "times", "p50", "p99", "bound", "p99 over that"), lines)
+
+
+def cluster_kills(recorded: Recorded) -> str:
+    """Writes what it cost calls that workers were killed which a cluster then started anew."""
+    lines = []
+    for name, cluster in CLUSTERS.items():
+        (row,) = recorded.rows(name)
+        counts = [f"{row[key]:,}" for key in ("kills", "calls", "failed_calls", "wrong_bits", "not_back")]
+        stalls = [_ms(row[f"stall_{part}_ms"]) for part in ("p50", "p99", "max")]
+        lines.append((cluster, *counts, *stalls, f"{row['back_p50_s']:.1f} s", f"{row['back_max_s']:.1f} s"))
+    counted = ("cluster", "kills", "calls", "failed", "with wrong bits", "not back")
+    return markdown((*counted, "stall p50", "p99", "max", "back, p50", "at most"), lines)
 
 
 def device_step_faults(recorded: Recorded) -> str:
@@ -203,6 +245,8 @@ def skewed_routing(recorded: Recorded) -> str:
 
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "worker-kills": worker_kills, "audit": audit, "fallback-kills": fallback_kills, "faults": faults,
+    "hosts-together": hosts_together, "hosts-beside": hosts_beside,
+    "cluster-kills": cluster_kills,
     "failing-calls": failing_calls, "device-step-faults": device_step_faults, "rolling-restarts": rolling_restarts,
     "simulation": simulation, "without-faults": without_faults, "skewed-routing": skewed_routing,
 }  # fmt: skip

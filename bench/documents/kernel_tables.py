@@ -100,12 +100,17 @@ def loading(recorded: Recorded) -> str:
 
 
 def mapped_weights(recorded: Recorded) -> str:
-    """Writes computing from the mapped file beside computing from packed weights."""
+    """Writes computing from the mapped checkpoint, and from panels on disk, beside computing from
+    packed weights.
+    """
     rows = {(row["format"], row["tokens"], row["layout"]): row for row in recorded.rows("mapped_weights")}
-    head = ("weights", "tokens", "packed, p50", "mapped, p50", "mapped / packed", "packed MiB", "mapped MiB")
+    head = (
+        "weights", "tokens", "packed, p50", "mapped, p50", "mapped / packed", "stored / packed", "packed MiB", "mapped MiB",
+        "stored MiB",
+    )  # fmt: skip
     lines = []
     for entry in recorded.summary("mapped_weights"):
-        packed, mapped = (rows[entry["format"], entry["tokens"], layout] for layout in ("packed", "mapped"))
+        packed, mapped, stored = (rows[entry["format"], entry["tokens"], layout] for layout in ("packed", "mapped", "stored"))
         lines.append(
             (
                 entry["format"],
@@ -113,10 +118,78 @@ def mapped_weights(recorded: Recorded) -> str:
                 seconds(packed["median_s"]),
                 seconds(mapped["median_s"]),
                 digits(entry["time_ratio"]),
-                *(mebibytes(row["start_anonymous_bytes"]) for row in (packed, mapped)),
+                digits(entry["stored_ratio"]),
+                *(mebibytes(row["start_anonymous_bytes"]) for row in (packed, mapped, stored)),
             )
         )
     return markdown(head, lines)
+
+
+def stored_start(recorded: Recorded) -> str:
+    """Writes what panels on disk are worth beside packing at each start."""
+    rows = {row["name"]: row for row in recorded.rows("stored_start")}
+    first, second = rows["first start, then writing"], rows["second start"]
+    two, death = rows["two workers with all experts"], rows["a worker is killed"]
+    gib = 1 << 30
+    lines = [
+        ("start of a worker that packs, s", digits(second["packed_start_s"]), "1"),
+        ("start from panels, s", digits(second["stored_start_s"]), digits(second["of_packed"])),
+        ("first start, of which panels are written afterwards, s", digits(first["first_start_s"]), digits(first["of_packed"])),
+        (
+            "a call of one token while they are written, speed",
+            seconds(first["writing_call_s"]),
+            digits(first["speed_of_packed"]),
+        ),
+        ("a call of one token from panels", seconds(second["stored_call_s"]), digits(second["call_of_packed"])),
+        ("memory of two workers that pack, GiB", digits(two["packed_bytes"] / gib), digits(two["packed_of_panels"])),
+        ("memory of two workers from panels, GiB", digits(two["stored_bytes"] / gib), digits(two["of_panels"])),
+        ("a call of the stand-in for a killed worker", seconds(death["stand_in_call_s"]), digits(death["of_worker"])),
+        ("a killed worker is back after, s", digits(death["back_s"]), "-"),
+    ]
+    return markdown(("what", "median", "of packed, of panels, of the worker"), lines)
+
+
+def slots_bounds(recorded: Recorded) -> str:
+    """Writes slots beside the bounds of the same tokens."""
+    lines = [
+        (
+            f"{row['fraction']:.2f}",
+            f"{row['rows']:,}",
+            seconds(row["slots_s"]),
+            seconds(row["compute_s"]),
+            seconds(row["reads_s"]),
+            digits(row["of_bound"]),
+            f"{row['of_replay']:.3f}",
+        )
+        for row in recorded.rows("larger_than_memory")
+        if "rows" in row
+    ]
+    head = (
+        "memory, of the experts",
+        "rows",
+        "with slots",
+        "arithmetic alone",
+        "reads alone",
+        "of the bound",
+        "bytes, of LRU's",
+    )
+    return markdown(head, lines)
+
+
+def slots_groups(recorded: Recorded) -> str:
+    """Writes whole models in a memory control group: slots, the mapped checkpoint and llama.cpp."""
+    lines = [
+        (
+            f"{row['fraction']:.2f}",
+            f"{row['read_ahead_kb']:,}",
+            row["side"],
+            digits(row["tokens_per_s"]),
+            digits(row["slots_are"]),
+        )
+        for row in recorded.rows("larger_than_memory")
+        if "side" in row
+    ]
+    return markdown(("memory, of the experts", "read-ahead, KiB", "side", "tokens/s", "slots are"), lines)
 
 
 def weight_errors(recorded: Recorded) -> str:
@@ -168,6 +241,9 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "layer-against-gemm": layer_against_gemm,
     "loading": loading,
     "mapped-weights": mapped_weights,
+    "stored-start": stored_start,
+    "slots-bounds": slots_bounds,
+    "slots-groups": slots_groups,
     "weight-errors": weight_errors,
     "class-errors": class_errors,
 }

@@ -31,7 +31,7 @@ PROMISES = (
         "no wrong number, whatever breaks", "simulator; every campaign compares each result bit for bit",
         (("worker_kills", ""), *((f"fault_{name}", "") for name in (
             "kills", "stops", "all-dead", "crash-loop", "partitions", "lossy-link", "proxies", "control-groups",
-            "scribblers", "strangers", "mode-changes", "soak",
+            "scribblers", "strangers", "registrations", "mode-changes", "soak",
         ))),
     ),
     _Promise("a failure that was simulated can be replayed", "`tests/unit/cli/test_simulate.py`"),
@@ -76,7 +76,8 @@ PROMISES = (
     ),
     _Promise("a slow reader is bounded", "credits: a peer has as many slots as were agreed; no test of its own"),
     _Promise(
-        "strangers get nothing", "`tests/unit/protocol/test_auth.py`, campaign `strangers`", (("fault_strangers", "bad"),),
+        "strangers get nothing", "`tests/unit/protocol/test_auth.py`, campaigns `strangers`, `registrations`",
+        (("fault_strangers", "bad"), ("fault_registrations", "bad")),
     ),
     _Promise(
         "a failing call of the system ends in a typed error or a recovery", "campaign `failing-calls`",

@@ -4,9 +4,10 @@ an environment with vLLM.
     python -m bench.lab.vllm_generate OUT_DESCRIPTOR
 
 The first line of stdin is one JSON object of options of `vllm.LLM`. Each further one is an order
-with `prompts` (lists of ids), which may have `max_tokens` and `logprobs`, or with `look`: what is
-seen of the model (vllm_look.py). Answers are lines of JSON on the descriptor OUT_DESCRIPTOR, one
-for the start and one for each order; vLLM itself speaks on stdout and stderr.
+with `prompts` (lists of ids), which may have `max_tokens` and `logprobs`, or with `seen`, the name
+of a function of vllm_look.py that each rank calls with its model. Answers are lines of JSON on the
+descriptor OUT_DESCRIPTOR, one for the start and one for each order; vLLM itself speaks on stdout
+and stderr.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -49,13 +50,14 @@ def main() -> None:
         began = time.monotonic()
         from vllm import LLM
 
-        from bench.lab.vllm_look import look
+        from bench.lab import vllm_look
 
         llm = LLM(skip_tokenizer_init=True, disable_log_stats=True, **options)
         print(json.dumps({"start_s": time.monotonic() - began}), file=answers)
         for line in sys.stdin:
             order = json.loads(line)
-            found = {"ranks": llm.apply_model(look)} if order.get("look") else generate(llm, order)
+            seen = order.get("seen")
+            found = {"ranks": llm.apply_model(getattr(vllm_look, seen))} if seen else generate(llm, order)
             print(json.dumps(found), file=answers)
 
 

@@ -49,8 +49,12 @@ class VllmProcess:
 
     def look(self) -> list[dict[str, Any]]:
         """Returns what is seen of the model at each rank."""
-        ranks: list[dict[str, Any]] = self._ordered({"look": True})["ranks"]
+        ranks: list[dict[str, Any]] = self._ordered({"seen": "look"})["ranks"]
         return ranks
+
+    def count_sums(self) -> None:
+        """Has each rank count its sums over ranks from now on, which `look` then returns."""
+        self._ordered({"seen": "count_sums"})
 
     def said(self) -> str:
         """Returns what vLLM wrote so far."""
@@ -99,7 +103,10 @@ def running_vllm(
     """
     before = set(SHARED.glob("vllm_*"))
     with tempfile.TemporaryDirectory(prefix="dflash-vllm-") as folder:
-        env = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_MOE_")}
+        # The settings are those of `topology`, but for what may be kept on disk: a test or a record
+        # that switches that off means its children too.
+        kept = ("DFLASH_MOE_CACHE_PATH", "DFLASH_MOE_CACHE_PANELS")
+        env = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("DFLASH_MOE_")}
         env |= ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | dict(environment or {})
         if topology is not None:
             path = Path(folder) / "topology.yaml"

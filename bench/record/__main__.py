@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,9 @@ from dflash_moe.bench.results import read_result, source_commit
 
 # A step that takes this many times its estimate, and this long at least, is stuck.
 PATIENCE, LEAST_S = 6, 900
+# No worker writes panels while something is measured, or starts from those of an earlier step. A
+# step about them says so in its own command (`env`).
+ENVIRONMENT = {"DFLASH_MOE_CACHE_PANELS": "off"}
 CARDS = "cards: none of these is measured on one; `make gpu-check` measures on the card at hand, into a folder of its own"
 
 
@@ -99,7 +103,7 @@ def _measure(step: Step, place: Place) -> str:
         for command in step.commands(place):
             words = [str(part) for part in command]
             limit_s = max(LEAST_S, PATIENCE * 60 * step.minutes)
-            code = subprocess.run(words, cwd=ROOT, check=False, timeout=limit_s).returncode
+            code = subprocess.run(words, cwd=ROOT, check=False, timeout=limit_s, env=os.environ | ENVIRONMENT).returncode
             if code:
                 return f"exit status {code} of {' '.join(words[1:5])} ..."
     except subprocess.TimeoutExpired as error:

@@ -16,6 +16,7 @@ from importlib import util
 from pathlib import Path
 
 from bench.lab.reference_model import reference_model
+from dflash_moe import _core
 from dflash_moe.topology.numerics import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,7 @@ ONE_PROCESS = SETTINGS / "one_process" / "topology.yaml"
 ONE_AND_ONE = SETTINGS / "one_and_one" / "topology.yaml"
 AS_THE_DEMO = SETTINGS / "demo" / "topology.yaml"
 MODES = ("equal", "weak_worker", "slow_link")
+CLUSTERS = ("ray", "slurm")
 
 Command = list[object]
 
@@ -190,9 +192,9 @@ def _simulation(place: Place) -> list[Command]:
 
 # How often each fault campaign breaks something in a record; `make campaign` has full sizes.
 FAULTS = {
-    "kills": 40, "stops": 5, "all-dead": 4, "crash-loop": 3, "partitions": 2, "lossy-link": 2, "proxies": 2,
-    "control-groups": 5, "scribblers": 50, "damaged-files": 4, "strangers": 200, "failing-calls": 1, "mode-changes": 4,
-    "soak": 5,
+    "kills": 100, "stops": 5, "all-dead": 4, "crash-loop": 3, "partitions": 2, "lossy-link": 2, "proxies": 2,
+    "control-groups": 5, "scribblers": 50, "damaged-files": 4, "strangers": 200, "registrations": 5000,
+    "failing-calls": 1, "mode-changes": 4, "soak": 5,
 }  # fmt: skip
 # Of each place and kind, of which there are 32, a host of its own begins.
 SLOW_FAULT = "failing-calls"
@@ -209,6 +211,17 @@ def _lacks_for_faults() -> str:
     from bench.campaigns.faults.__main__ import CAMPAIGNS
 
     return next((reason for name in FAULTS if (reason := CAMPAIGNS[name].lacking())), "")
+
+
+def _cluster_kills(place: Place) -> list[Command]:
+    tests = [f"tests/cluster/test_{name}.py" for name in CLUSTERS]
+    kills: Command = ["env", f"KILLS={2 if place.is_quick else 100}", f"KILLS_OUT={place.folder.absolute()}"]
+    return [[*kills, ".ci/cluster_check", sys.executable, *tests, "-k", "no_call_fails_while_workers_are_killed"]]
+
+
+def _lacks_clusters() -> str:
+    is_made = (ROOT / "build" / "cluster" / "env" / "complete").is_file()
+    return "" if is_made else "the environment with Ray (make cluster-check)"
 
 
 def _earlier_commit(place: Place) -> list[Command]:
@@ -309,6 +322,12 @@ def _against_peers(place: Place, campaign: str) -> Command:
     return _campaign(campaign, *peers, *_quick(place, [], _tiny(place)))
 
 
+def _larger_than_memory(place: Place) -> list[Command]:
+    llama: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin"] if "LLAMA_BUILD" in os.environ else []
+    sizes = _quick(place, [], ["--rounds", 1, "--layers", 8, "--tokens", 4, "--tiny"])
+    return [_campaign("larger_than_memory", *llama, *sizes, "--json", place.json("larger_than_memory"))]
+
+
 def _serving_interference(place: Place) -> list[Command]:
     out = place.json("serving_interference")
     return [_campaign("serving_interference", *_quick(place, [], _tiny(place)), "--json", out)]
@@ -351,6 +370,13 @@ def _lacks_two_cores() -> str:
     return "" if len(os.sched_getaffinity(0)) >= 2 else "a second core"
 
 
+def _lacks_bf16_arithmetic() -> str:
+    """What bench/settings/one_process asks for: kernels that multiply what is rounded to bf16."""
+    if not any(CLASSES[name].activations == "bf16" for name in _core.numerics_classes(_core.best_isa())):
+        return "a processor that multiplies bf16 (AVX512-BF16, or Arm's)"
+    return _lacks_two_cores()
+
+
 def _lacks_space(disk: int = 14, memory: int = 17) -> str:
     """By default for a file of 12 GB that is read from the page cache, beside 4 GB of memory."""
     has_disk = shutil.disk_usage(tempfile.gettempdir()).free >= disk << 30
@@ -378,6 +404,10 @@ def _lacks_corpus() -> str:
     )
 
 
+def _without_llama() -> str:
+    return "" if os.environ.get("LLAMA_BUILD") else "LLAMA_BUILD is not set: the rows of llama.cpp are left out"
+
+
 def _without_peers() -> str:
     return "" if util.find_spec("kt_kernel") else "kt-kernel is not installed here: its rows are left out"
 
@@ -403,6 +433,14 @@ STEPS: tuple[Step, ...] = (
         note=_without_peers,
     ),
     Step("loading", ("weight_loading",), 3, _tried("weight_loading", "--rounds", 1, "--experts", 2)),
+    Step("stored", ("stored_start",), 5, _tried("stored_start", "--rounds", 1, "--layers", 2, "--tiny")),
+    Step(
+        "larger",
+        ("larger_than_memory",),
+        7,
+        _larger_than_memory,
+        note=_without_llama,
+    ),
     Step("mapped", ("mapped_weights",), 6, _tried("mapped_weights", "--rounds", 1, "--experts", 8, "--formats", "q8_0")),
     Step(
         "modes",
@@ -440,9 +478,17 @@ STEPS: tuple[Step, ...] = (
         _tried("worker_kills", "--kills", 4, "--stops", 2, "--lone-kills", 2),
         lacking=_lacks_kill_program,
     ),
+    Step(
+        "several-hosts",
+        ("several_hosts",),
+        15,
+        _tried("several_hosts", "--tiny", "--rounds", 1, "--seconds", 0.5, "--faults", 1),
+        lacking=_lacks_two_cores,
+    ),
+    Step("cluster-kills", tuple(f"kills_{name}" for name in CLUSTERS), 5, _cluster_kills, lacking=_lacks_clusters),
     Step("rolling-restarts", ("rolling_restarts",), 4, _tried("rolling_restarts", "--quick", "--transports", "shared")),
     Step("audit", ("audit",), 2, _tried("audit", "--runs", 1, "--healthy-rows", 200, "--starts", 1)),
-    Step("faults", tuple(f"fault_{name}" for name in FAULTS), 8, _faults, lacking=_lacks_for_faults),
+    Step("faults", tuple(f"fault_{name}" for name in FAULTS), 13, _faults, lacking=_lacks_for_faults),
     Step("fallback-kills", ("fallback_kills",), 12, _tried("fallback_kills", "--kills", 2)),
     Step("device-step-faults", ("device_step_faults",), 4, _tried("device_step_faults", "--faults", 4, "--lone-faults", 1)),
     Step("earlier-commit", ("earlier_commit",), 7, _earlier_commit, lacking=_lacks_earlier_build),
@@ -468,8 +514,8 @@ STEPS: tuple[Step, ...] = (
         lacking=lambda: _lacks_two_cores() or _lacks_space(disk=19, memory=22),
     ),
     Step("dispatch", ("host_dispatch",), 1, _tried("host_dispatch", "--rounds", 1, "--layers", 2)),
-    Step("scheduler", ("engine_scheduler",), 2, _scheduler, lacking=_lacks_two_cores),
-    Step("micro-batches", ("micro_batches",), 2, _micro_batches, lacking=_lacks_two_cores),
+    Step("scheduler", ("engine_scheduler",), 2, _scheduler, lacking=_lacks_bf16_arithmetic),
+    Step("micro-batches", ("micro_batches",), 2, _micro_batches, lacking=_lacks_bf16_arithmetic),
     Step("requests", ("engine_requests",), 6, _tried("engine_requests", "--requests", 40)),
     Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-batches", ("engine_batches",), 20, _engine_batches, lacking=_lacks_llama_programs, note=_without_vllm),

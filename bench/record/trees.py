@@ -54,7 +54,7 @@ _OF_STEP: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("serving-peers", "serving-interference", "serving-faults"), (*_MODELS, "dflash_moe/server")),
     **dict.fromkeys(
         ("overlap", "worker-kills", "rolling-restarts", "audit", "faults", "fallback-kills", "device-step-faults",
-         "earlier-commit", "skewed-routing"),
+         "earlier-commit", "skewed-routing", "several-hosts", "cluster-kills"),
         _CALLS,
     ),
 }  # fmt: skip

@@ -148,7 +148,15 @@ void bind_codec(py::module_& module) {
   module.def("layout_fingerprint", &wire::layout_fingerprint,
              "A number that differs between builds which lay data frames out differently.");
   module.def(
-      "checksum", [](const py::bytes& data) { return checksum(as_bytes(data)); }, py::arg("data"));
+      "checksum",
+      [](const py::buffer& data) {
+        const py::buffer_info found = data.request();
+        const std::span bytes(static_cast<const std::byte*>(found.ptr),
+                              static_cast<size_t>(found.size * found.itemsize));
+        const py::gil_scoped_release unlocked;
+        return checksum(bytes);
+      },
+      py::arg("data"), "The sum of base/checksum.h over contiguous bytes.");
   module.def("encode_frame_header", &encode_header, py::arg("fields"),
              "The fields have the names of wire/frame.h, payload_checksum included.");
   module.def("decode_frame_header", &decode_header, py::arg("data"),

@@ -14,6 +14,7 @@
 #include "bindings/arguments.h"
 #include "bindings/boxes.h"
 #include "bindings/typed.h"
+#include "transport/fabric/fabric.h"
 #include "transport/faulty/faulty.h"
 #include "transport/kinds.h"
 #include "transport/loopback/loopback.h"
@@ -141,15 +142,47 @@ void bind_terms(py::module_& module) {
       module, "PathTerms",
       "What both ends know of a data path before it exists (csrc/transport/kinds.h).")
       .def(py::init([](const SlotGeometry& geometry, uint64_t generation, bool is_open,
-                       int socket_buffer_bytes, int user_timeout_ms) {
-             return PathTerms{geometry, generation, is_open, socket_buffer_bytes, user_timeout_ms};
+                       int socket_buffer_bytes, int user_timeout_ms, std::string local_host,
+                       bool is_fast_only) {
+             return PathTerms{geometry,        generation,
+                              is_open,         socket_buffer_bytes,
+                              user_timeout_ms, std::move(local_host),
+                              is_fast_only};
            }),
            py::arg("geometry"), py::arg("generation"), py::kw_only(), py::arg("is_open") = false,
            py::arg("socket_buffer_bytes") = 0, py::arg("user_timeout_ms") = 0,
+           py::arg("local_host") = "", py::arg("is_fast_only") = false,
            "is_open: The segment of replies stays writable, so that a device of the host may "
            "register it.\nsocket_buffer_bytes: The buffers have this size each way; 0 keeps the "
            "system's own.\nuser_timeout_ms: TCP takes a peer that acknowledges nothing for so long "
-           "for gone; 0 keeps the system's own.");
+           "for gone; 0 keeps the system's own.\nlocal_host: The host's own numeric address on the "
+           "network of the worker; empty stands for one machine.\nis_fast_only: A fabric may only "
+           "be "
+           "one behind which hardware moves the bytes.");
+}
+
+void bind_fabric(py::module_& module) {
+  py::class_<transport::FabricProvider>(
+      module, "FabricProvider",
+      "A provider of libfabric that paths can use here (csrc/transport/fabric/fabric.h).")
+      .def_readonly("name", &transport::FabricProvider::name)
+      .def_readonly("protocol", &transport::FabricProvider::protocol)
+      .def_readonly("protocol_version", &transport::FabricProvider::protocol_version)
+      .def_readonly("is_fast", &transport::FabricProvider::is_fast, "Hardware moves the bytes.");
+  module.def(
+      "fabric_providers",
+      [] {
+        Result<std::vector<transport::FabricProvider>> found = Error{ErrorCode::kClosed, ""};
+        {
+          py::gil_scoped_release unlocked;
+          found = transport::fabric_providers();
+        }
+        return unwrap(std::move(found));
+      },
+      "Those of this machine, with hardware first; the first call takes 0.1 to 0.4 s. "
+      "UnsupportedError where there is no libfabric, or no provider that fits.");
+  module.def("fabric_strangers", &transport::num_fabric_strangers,
+             "How many messages that were not their peers' have reached this process's endpoints.");
 }
 
 void bind_handshake(py::module_& module) {
@@ -173,6 +206,9 @@ void bind_handshake(py::module_& module) {
           "is_dialled", [](const TransportKind& self) { return self.is_dialled; },
           "The host dials its connections, and the data connection is the only descriptor of both "
           "ends.")
+      .def_property_readonly(
+          "is_clear", [](const TransportKind& self) { return self.is_clear; },
+          "Messages travel in clear even where those connections are encrypted.")
       .def(
           "try_here",
           [](const TransportKind& self) {
@@ -351,6 +387,7 @@ void bind_transport(py::module_& module) {
   bind_channels(module);
   bind_tap(module);
   bind_handshake(module);
+  bind_fabric(module);
 }
 
 }  // namespace dflash::bindings

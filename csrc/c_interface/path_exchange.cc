@@ -55,6 +55,7 @@ Status PathExchange::offer(const wire::PathTermsMessage& terms, Connection& conn
   wanted.generation = terms.generation;
   wanted.socket_buffer_bytes = static_cast<int>(terms.socket_buffer_bytes);
   wanted.user_timeout_ms = static_cast<int>(terms.user_timeout_ms);
+  wanted.local_host = terms.local_host;
   auto made = kind.value()->offer(wanted);
   if (!made.ok()) return std::move(made).error();
   const std::vector<int> descriptors = made.value()->descriptors();

@@ -185,7 +185,7 @@ void Answers::take_rows(Link& link, const transport::Arrival& arrival,
   slice.worker = link.index;
   slice.times = {attempt.encode_start_ns, attempt.published_ns, now_ns(),
                  timing.received_ns,      timing.started_ns,    timing.finished_ns,
-                 attempt.found_idle};
+                 timing.behind_ns,        attempt.found_idle};
   learn(link, attempt, arrival.bytes.size());
   slice.state = SliceState::kArrived;
   link.release(arrival.slot, crew_.clock);
@@ -208,7 +208,7 @@ void Answers::learn(Link& link, const Attempt& attempt, uint64_t reply_bytes) {
                      {slice.num_pairs(), slice.num_experts, attempt.request_bytes, reply_bytes},
                      slice.times);
   ChunkForecast& forecast = call.work->forecasts[slice.shard_index];
-  if (forecast.worker != link.index) forecast.is_alone = false;
+  if (forecast.worker != link.index || slice.times.worker_behind_ns != 0) forecast.is_alone = false;
   if (--forecast.slices_left > 0) return;
   Link& planned = *crew_.links[forecast.worker];
   --planned.num_chunks;

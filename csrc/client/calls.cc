@@ -107,7 +107,7 @@ Status Calls::cut(Call& call, int64_t real_now) {
   for (Slice& slice : call.work->slices) {
     Link& link = *crew_.links[slice.worker];
     link.waiting.push(slice);
-    longest_ns = std::max(longest_ns, link.waiting.forecast_ns());
+    longest_ns = std::max(longest_ns, link.waiting.forecast_ns() + link.behind_ns());
   }
   call.deadline_ns = call.asked_ns + limit_ns(longest_ns);
   return ok();

@@ -145,7 +145,8 @@ int64_t Engine::next_reply_ns() const {
     if (path.num_in_flight() > 1) return 0;
     for (const Slot& slot : path.slots()) {
       if (slot.attempt.slice == nullptr) continue;
-      first = std::min(first, slot.attempt.published_ns + slot.attempt.slice->forecast_ns);
+      first = std::min(
+          first, slot.attempt.published_ns + slot.attempt.slice->forecast_ns + link->behind_ns());
       break;
     }
   }

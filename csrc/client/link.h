@@ -101,8 +101,12 @@ class Link {
   bool can_send() const {
     return path.state() == PathState::kFresh || path.state() == PathState::kInUse;
   }
+  // For how long its other hosts will have it first.
+  int64_t behind_ns() const { return model.behind_ns(now_ns()); }
   // The time predicted for all that it has and all that waits for it.
-  int64_t backlog_ns() const { return waiting.forecast_ns() + path.forecast_ns() + cut_ns; }
+  int64_t backlog_ns() const {
+    return waiting.forecast_ns() + path.forecast_ns() + cut_ns + behind_ns();
+  }
   // Why it is lost, worn or suspected; empty otherwise.
   std::string reason() const;
   // Such as "worker w1 was lost: hung up", and as an error " (layer model.layers.3.mlp.experts)".

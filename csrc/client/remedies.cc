@@ -185,12 +185,17 @@ bool Remedies::ask_untried(Call& call, int64_t now) {
   calls_.extend(call, until);
   for (Slice& slice : slices) {
     if (slice.state == SliceState::kArrived || hedged_until(slice) > now) continue;
-    Link& next = *find_untried(slice);
-    if (slice.state == SliceState::kHomeless)
-      end_parking(slice, now);  // such as one that waits for the grace to pass
-    else
-      give_up_attempts(slice);
-    calls_.give(slice, next, now);
+    // What was given up for a slice before this one may have worn out the path of its only holder
+    // that was not asked. Then it waits until that path is renewed.
+    Link* const next = find_untried(slice);
+    const bool is_homeless = slice.state == SliceState::kHomeless;
+    if (!is_homeless) give_up_attempts(slice);
+    if (next == nullptr) {
+      if (!is_homeless) calls_.make_homeless(slice, *crew_.links[slice.worker]);
+      continue;
+    }
+    if (is_homeless) end_parking(slice, now);  // such as one that waits for the grace to pass
+    calls_.give(slice, *next, now);
   }
   return true;
 }

@@ -37,8 +37,8 @@ class Remedies {
   // A slice has arrived, which earns a share of a second request.
   void earn() { hedge_budget_.earn(); }
   // At a call's deadline its unanswered attempts have failed, as if they had been refused. Returns
-  // whether every slice has a holder that was not asked yet; they are asked then, and the call has
-  // a later deadline.
+  // whether every slice has a holder that was not asked yet; they are asked then, or once the path
+  // to them is renewed, and the call has a later deadline.
   bool ask_untried(Call& call, int64_t now);
   // Says what happened to a slice, and how those were lost that could not even be asked.
   Error homeless_error(const Slice& slice) const;

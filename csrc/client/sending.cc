@@ -159,9 +159,10 @@ Status Sending::send(Link& link, Slice& slice, uint32_t slot, bool is_hedge) {
   attempt.request_bytes = message_bytes.value();
   attempt.published_ns = now_ns();
   attempt.asked_ns = crew_.clock.at(attempt.published_ns);
-  const int64_t predicted = link.path.forecast_ns() + slice.forecast_ns;
+  const int64_t of_own = link.path.forecast_ns() + slice.forecast_ns;
+  const int64_t predicted = of_own + link.behind_ns();  // no worker is late for its other hosts
   attempt.limit_ns = calls_.limit_ns(predicted);
-  if (predicted > 0) {
+  if (of_own > 0) {
     attempt.patience_ns = std::max(kLeastPatienceNs, kLatePatience * predicted);
     if (late_watch_.is_on() && !slice.is_hedged)
       late_watch_.look_by(attempt.asked_ns + attempt.patience_ns);

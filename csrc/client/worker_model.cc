@@ -46,9 +46,13 @@ void WorkerModel::observe(uint32_t cost_class, const SliceSize& size, const Repl
   const int64_t elapsed = difference(times.arrived_ns, times.published_ns);
   const int64_t at_worker = difference(times.worker_finished_ns, times.worker_received_ns);
   const int64_t compute = difference(times.worker_finished_ns, times.worker_started_ns);
-  const bool is_plausible = compute > 0 && at_worker >= compute && at_worker <= elapsed;
+  const int64_t behind = times.worker_behind_ns;
+  const bool is_plausible = compute > 0 && at_worker >= compute && at_worker <= elapsed &&
+                            behind >= 0 && behind <= at_worker - compute;
   if (!is_plausible) return;
   const int64_t now = times.arrived_ns;
+  // It rises at once, so that a worker that others begin to use is not asked twice for it.
+  behind_ns_ = std::max(behind, behind_ns(now) / kFadingOf * (kFadingOf - 1));
   compute_[cost_class].observe({static_cast<double>(size.pairs), static_cast<double>(size.experts),
                                 static_cast<double>(compute), now});
   observe_clock(times);
@@ -57,7 +61,8 @@ void WorkerModel::observe(uint32_t cost_class, const SliceSize& size, const Repl
       difference(times.worker_received_ns, times.published_ns) - clock_offset_ns(), 0, link);
   if (times.found_idle) {
     // Encoding here and checking there are needed for every byte sent, so they count as sending.
-    const int64_t checking = difference(times.worker_started_ns, times.worker_received_ns);
+    // What the worker computed for other hosts first says nothing about either.
+    const int64_t checking = at_worker - compute - behind;
     const double send = static_cast<double>(on_way + checking +
                                             difference(times.published_ns, times.encode_start_ns));
     send_.observe({static_cast<double>(size.request_bytes), 0, std::max(send, 1.0), now});

@@ -20,6 +20,8 @@ namespace dflash::client {
 struct ReplyTimes {
   int64_t encode_start_ns = 0, published_ns = 0, arrived_ns = 0;
   int64_t worker_received_ns = 0, worker_started_ns = 0, worker_finished_ns = 0;
+  // How much of the time between receipt and start the worker spent on other hosts.
+  int64_t worker_behind_ns = 0;
   // Whether the worker owed nothing when this was published, so that its way there was free.
   bool found_idle = false;
 };
@@ -79,6 +81,12 @@ class WorkerModel {
   // Forgets what was chosen and how it went, because another policy begins. What was learned stays.
   void forget_records() { records_.clear(); }
 
+  // For how long a request will wait there behind those of other hosts, as those answered last
+  // have; 0 where none was answered lately, so that a worker that was busy is tried again.
+  int64_t behind_ns(int64_t now) const {
+    return behind_ns_ == 0 || now - last_arrived_ns_ > kNewsNs ? 0 : behind_ns_;
+  }
+
   const CostCurve& send() const { return send_; }
   const CostCurve& receive() const { return receive_; }
   const std::map<uint32_t, CostCurve>& compute() const { return compute_; }
@@ -92,6 +100,13 @@ class WorkerModel {
   int64_t clock_offset_ns() const;
 
  private:
+  // Longer than the pause between two calls of a host at work.
+  static constexpr int64_t kNewsNs = 1'000'000'000;
+  // One in so many parts of a former wait is no longer expected after a reply that waited for less.
+  // Waits of a shared worker differ from reply to reply, and one that is forgotten too early makes
+  // the next request look late.
+  static constexpr int64_t kFadingOf = 4;
+
   struct Offset {
     int64_t link_ns = INT64_MAX;  // what request and reply spent on their way
     int64_t offset_ns = 0;
@@ -107,6 +122,7 @@ class WorkerModel {
   Offset best_now_, best_before_;  // of this epoch and of the previous one
   int64_t epoch_began_ns_ = 0;
   int64_t last_arrived_ns_ = 0;
+  int64_t behind_ns_ = 0;
 };
 
 }  // namespace dflash::client

@@ -229,8 +229,9 @@ Result<FloorKind> parse_floor_kind(std::string_view name) {
   if (name == "unix") return FloorKind::kUnix;
   if (name == "tcp") return FloorKind::kTcp;
   if (name == "tls") return FloorKind::kTls;
-  return Error{ErrorCode::kInvalidArgument,
-               "floor kind '" + std::string(name) + "' is none of spin, futex, unix, tcp, tls"};
+  if (name == "fabric") return FloorKind::kFabric;
+  return Error{ErrorCode::kInvalidArgument, "floor kind '" + std::string(name) +
+                                                "' is none of spin, futex, unix, tcp, tls, fabric"};
 }
 
 Result<SocketHabit> parse_socket_habit(std::string_view name) {
@@ -244,6 +245,11 @@ Result<SocketHabit> parse_socket_habit(std::string_view name) {
 Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
   if (options.kind == FloorKind::kSpin || options.kind == FloorKind::kFutex)
     return shared_ping_pong(options);
+  if (options.kind == FloorKind::kFabric) {
+    auto pipes = make_fabric_pipes(options.payload_bytes);
+    if (!pipes.ok()) return std::move(pipes).error();
+    return ping_pong(*pipes.value().host, *pipes.value().worker, options);
+  }
   auto sockets = options.kind == FloorKind::kUnix ? unix_pair() : tcp_without_delay();
   if (!sockets.ok()) return std::move(sockets).error();
   DFLASH_TRY(set_timeouts(sockets.value().host.get()));

@@ -25,4 +25,12 @@ class Pipe {
 // kUnsupported where libssl is missing, kSystem.
 Result<std::unique_ptr<Pipe>> make_tls_pipe(int socket, bool is_dialling);
 
+// Both ends of a ping-pong over libfabric, with the provider that a path within this machine takes.
+// Memory is not registered, which providers over ordinary networks do not ask for. Errors:
+// kUnsupported without libfabric, and those of FabricEndpoint::open.
+struct PipePair {
+  std::unique_ptr<Pipe> host, worker;
+};
+Result<PipePair> make_fabric_pipes(size_t payload_bytes);
+
 }  // namespace dflash::measure

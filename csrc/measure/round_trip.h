@@ -46,9 +46,9 @@ enum class SocketHabit : uint8_t {
 };
 Result<SocketHabit> parse_socket_habit(std::string_view name);  // "bare", "two reads" or "polls"
 
-enum class FloorKind : uint8_t { kSpin, kFutex, kUnix, kTcp, kTls };
+enum class FloorKind : uint8_t { kSpin, kFutex, kUnix, kTcp, kTls, kFabric };
 Result<FloorKind> parse_floor_kind(
-    std::string_view name);  // "spin", "futex", "unix", "tcp" or "tls"
+    std::string_view name);  // "spin", "futex", "unix", "tcp", "tls" or "fabric"
 
 struct FloorOptions {
   FloorKind kind = FloorKind::kSpin;

@@ -19,6 +19,7 @@ constexpr float kPoison = -7.25e18f;  // no sum of toy experts comes near
 constexpr int64_t kWatchNs = 12'000'000'000;
 
 constexpr uint32_t kNobody = ~uint32_t{0};
+constexpr uint64_t kCallsOfHost = 1'000'000'000;  // numbers, more than a host makes
 
 std::string name_of(const char* what, uint64_t number) {
   return what + std::to_string(number) + ": ";
@@ -30,7 +31,7 @@ Rows Caller::draw_rows() {
   const Options& options = world_.options;
   Rows rows;
   rows.top_k = options.top_k;
-  rows.num_tokens = static_cast<uint32_t>(random_.magnitude(1, options.max_tokens));
+  rows.num_tokens = static_cast<uint32_t>(random_.magnitude(1, this->options().max_tokens));
   const size_t num_pairs = size_t{rows.num_tokens} * rows.top_k;
   for (size_t i = 0; i < num_pairs; ++i) {
     rows.topk_ids.push_back(static_cast<int32_t>(random_.below(options.num_experts)));
@@ -55,28 +56,28 @@ TokenBatch Caller::batch_of(Made& made) const {
 
 void Caller::submit() {
   auto made = std::make_unique<Made>();
-  made->number = counts_.calls++;
+  made->number = kCallsOfHost * host_ + counts_.calls++;
   made->rows = draw_rows();
   made->output.assign(made->rows.hidden_states.size(), kPoison);
   made->submitted_ns = world_.scheduler.now_ns();
   world_.record(JournalEvent::kSubmit, made->number, made->rows.num_tokens);
-  auto call = client_.submit(batch_of(*made), 0);
+  auto call = client_->submit(batch_of(*made), 0);
   if (!call.ok()) {
     made->ended_ns = made->submitted_ns;
     judge_error(*made, call.error());
     return bury(std::move(made));
   }
   made->call = std::move(call).value();
-  made->away_before_ns = world_.away_ns;
-  world_.longest_limit_ns =
-      std::max(world_.longest_limit_ns, made->call->deadline_ns - made->call->asked_ns);
+  made->away_before_ns = record_.away_ns;
+  record_.longest_limit_ns =
+      std::max(record_.longest_limit_ns, made->call->deadline_ns - made->call->asked_ns);
   under_way_.push_back(std::move(made));
 }
 
 void Caller::wait(Deadline tick) {
   if (!under_way_.empty()) {
-    client_.wait(under_way_.front()->call, tick);
-    world_.look();
+    client_->wait(under_way_.front()->call, tick);
+    world_.look(host_);
   }
   for (auto& made : under_way_) {
     if (!made->call->is_done.load(std::memory_order_acquire)) continue;
@@ -95,12 +96,12 @@ void Caller::end(Made& made) {
                    " us after its deadline");
   // What does not count is the time in which the host was away, but for a tick of each absence.
   const int64_t missed_ns = made.ended_ns - made.submitted_ns - (call.done_ns - call.asked_ns);
-  if (missed_ns > world_.away_ns - made.away_before_ns)
+  if (missed_ns > record_.away_ns - made.away_before_ns)
     world_.violate(name_of("call ", made.number) + std::to_string(missed_ns / 1000) +
                    " us did not count, and the host was not away for so long");
   if (call.deadline_ns - call.asked_ns > client::kMaxPatience * world_.options.call_timeout_ns)
     world_.violate(name_of("call ", made.number) + "its deadline is out of bounds");
-  const Status outcome = client_.outcome(made.call);
+  const Status outcome = client_->outcome(made.call);
   if (outcome.ok()) {
     judge_output(made);
   } else {
@@ -136,23 +137,29 @@ void Caller::judge_error(const Made& made, const Error& error) {
     case ErrorCode::kWorkerLost:
     case ErrorCode::kTimeout:
     case ErrorCode::kWorkerFailed:
-      if (needed_only_healthy(made,
-                              error.code == ErrorCode::kWorkerFailed ? missing_copy() : kNobody))
+      if (needed_only_healthy(made, missing_copy(made, error)))
         world_.violate(call + " - but each of its shards had a healthy holder throughout");
       return;
     default: world_.violate(call + " - an error that nothing here explains");
   }
 }
 
-// Nobody makes the host's own copy for a worker that merely refuses.
-uint32_t Caller::missing_copy() const {
-  return world_.options.joins_late ? world_.num_remote() : kNobody;
+// Nobody makes the host's own copy for a worker that merely refuses, or is merely slow: one that
+// has answered something since the call began.
+uint32_t Caller::missing_copy(const Made& made, const Error& error) const {
+  const bool is_slow =
+      error.code == ErrorCode::kTimeout &&
+      std::ranges::any_of(record_.workers, [&made](const WorkerOfHost& worker) {
+        return worker.healthy_since_ns > made.submitted_ns && worker.replied_ns > made.submitted_ns;
+      });
+  const bool is_missed = error.code != ErrorCode::kWorkerFailed && !is_slow;
+  return world_.options.joins_late && !is_missed ? world_.num_remote() : kNobody;
 }
 
 bool Caller::needed_only_healthy(const Made& made, uint32_t except) const {
   const Options& options = world_.options;
   const auto is_healthy = [&](uint32_t worker) {
-    return worker != except && world_.workers[worker].healthy_since_ns <= made.submitted_ns;
+    return worker != except && record_.workers[worker].healthy_since_ns <= made.submitted_ns;
   };
   for (size_t shard = 0; shard < options.shards.size(); ++shard) {
     const auto& experts = options.shards[shard];
@@ -172,7 +179,7 @@ void Caller::abandon_one() {
   auto made = std::move(under_way_[random_.below(under_way_.size())]);
   std::erase(under_way_, nullptr);
   world_.record(JournalEvent::kAbandon, made->number);
-  client_.abandon(made->call);
+  client_->abandon(made->call);
   made->ended_ns = world_.scheduler.now_ns();
   ++counts_.abandoned;
   bury(std::move(made));

@@ -21,13 +21,26 @@ struct CallCounts {
   uint64_t calls = 0, succeeded = 0, abandoned = 0;
   std::array<uint64_t, kNumErrorCodes>
       failed{};  // by error code; abandoned ones are not among them
+
+  void add(const CallCounts& other) {
+    calls += other.calls;
+    succeeded += other.succeeded;
+    abandoned += other.abandoned;
+    for (size_t code = 0; code < kNumErrorCodes; ++code) failed[code] += other.failed[code];
+  }
 };
 
 // It runs on the host's task.
 class Caller {
  public:
-  Caller(World& world, client::ExpertClient& client)
-      : world_(world), client_(client), random_(world.random.split()) {}
+  Caller(World& world, uint32_t host, client::ExpertClient& client)
+      : world_(world),
+        record_(world.hosts[host]),
+        host_(host),
+        client_(&client),
+        random_(world.random.split()) {}
+  // The host has a new client; no call is under way.
+  void change_client(client::ExpertClient& client) { client_ = &client; }
 
   void submit();
   // Waits for the oldest call under way, at most until `tick`, and judges all that have ended.
@@ -50,6 +63,8 @@ class Caller {
     int64_t away_before_ns = 0;
   };
 
+  // How the host's calls are made.
+  const SimulatedHostOptions& options() const { return world_.options.hosts[host_]; }
   Rows draw_rows();
   TokenBatch batch_of(Made& made) const;
   void end(Made& made);
@@ -58,11 +73,13 @@ class Caller {
   // Whether each shard that the call needs had a holder that was healthy throughout, other than
   // `except`.
   bool needed_only_healthy(const Made& made, uint32_t except) const;
-  uint32_t missing_copy() const;
+  uint32_t missing_copy(const Made& made, const Error& error) const;
   void bury(std::unique_ptr<Made> made);
 
   World& world_;
-  client::ExpertClient& client_;
+  HostRecord& record_;
+  const uint32_t host_;
+  client::ExpertClient* client_;
   Random random_;
   CallCounts counts_;
   std::vector<std::unique_ptr<Made>> under_way_;

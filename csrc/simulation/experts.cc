@@ -41,7 +41,11 @@ class ToyLayer final : public compute::ExpertLayer {
   // as a kernel does that works block by block.
   Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress) override {
     const auto pairs = static_cast<int64_t>(args.weights.size());
-    if (state_.next_refusal) return *std::exchange(state_.next_refusal, std::nullopt);
+    const int64_t began_ns = now_ns();
+    // Rows that were refused are computed again, uncut, to say which of a request is out of range.
+    state_.on_compute(was_refused_ ? 0 : args.num_rows, experts_.size());
+    was_refused_ = state_.next_refusal.has_value();
+    if (was_refused_) return *std::exchange(state_.next_refusal, std::nullopt);
     std::vector<float> sums(size_t{args.num_rows} * kRowWidth, 0.0f);
     size_t pair = 0;
     for (uint32_t row = 0; row < args.num_rows; ++row) {
@@ -57,6 +61,7 @@ class ToyLayer final : public compute::ExpertLayer {
     take_time(pairs * state_.ns_per_pair / 2, progress);
     std::memcpy(args.reply, sums.data(), sums.size() * sizeof(float));
     take_time(pairs * state_.ns_per_pair / 2, progress);
+    state_.longest_ns = std::max(state_.longest_ns, now_ns() - began_ns);
     return ok();
   }
 
@@ -76,6 +81,7 @@ class ToyLayer final : public compute::ExpertLayer {
   const compute::FfnSpec spec_;
   const std::vector<uint32_t> experts_;
   ExpertsState& state_;
+  bool was_refused_ = false;  // the batch before
 };
 
 }  // namespace
@@ -87,8 +93,10 @@ std::shared_ptr<store::ResidentShard> make_shard(const std::vector<uint32_t>& ex
   facts.num_local_experts = static_cast<uint32_t>(experts.size());
   facts.formats = Dtype::kF32;
   facts.weights_fingerprint = fingerprint;
-  return std::make_shared<store::ResidentShard>(facts, nullptr,
-                                                std::make_unique<ToyLayer>(experts, state), 0);
+  store::ResidentShard::OfStore of_store;
+  of_store.turns = state.turns;
+  return std::make_shared<store::ResidentShard>(
+      facts, nullptr, std::make_unique<ToyLayer>(experts, state), 0, std::move(of_store));
 }
 
 std::vector<float> expected_output(const Rows& rows,

@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "store/compute_turns.h"
 #include "store/resident_shard.h"
 
 namespace dflash::simulation {
@@ -22,7 +23,13 @@ inline constexpr uint32_t kRowWidth = 8;  // of rows, in and out
 struct ExpertsState {
   int64_t ns_per_pair = 20'000;  // what computing takes, in virtual time
   double slowdown = 1;
+  int64_t longest_ns = 0;             // that a computation has taken so far
   std::optional<Error> next_refusal;  // the next request is answered so
+  // Called when a computation begins, with its number of rows and the experts of its shard. The
+  // session that has the turn is the one whose task runs.
+  std::function<void(uint32_t, size_t)> on_compute = [](uint32_t, size_t) {};
+  // All shards of the process have their turns in common, as those of one store do.
+  std::shared_ptr<store::ComputeTurns> turns = std::make_shared<store::ComputeTurns>();
 };
 
 // The shard of these experts, global ids in ascending order. `state` must outlive it.

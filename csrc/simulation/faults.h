@@ -40,8 +40,15 @@ enum class SimulatedFault : uint8_t {
   kRemove,   // it removes a worker, which drains, and adds it again later
   kBusy,     // it computes something else, and nobody looks at what arrives
   kStop,     // its process is stopped, maybe with the workers that it has started
+  // -- of a host that shares its workers --
+  kFlood,  // it makes many calls at a time, without a pause
+  kDie,    // as by SIGKILL; another one takes its place after a while
 };
-inline constexpr size_t kNumSimulatedFaults = static_cast<size_t>(SimulatedFault::kStop) + 1;
+inline constexpr size_t kNumSimulatedFaults = static_cast<size_t>(SimulatedFault::kDie) + 1;
+
+// Whether all hosts of a worker have to do with it. Everything else is one host's own affair, and
+// must cost the others nothing.
+constexpr bool is_of_process(SimulatedFault kind) { return kind < SimulatedFault::kMute; }
 
 constexpr const char* fault_name(SimulatedFault kind) {
   constexpr const char* kNames[kNumSimulatedFaults] = {
@@ -50,7 +57,7 @@ constexpr const char* fault_name(SimulatedFault kind) {
       "cut_off",       "cut_to_worker", "cut_to_host", "delay",     "flip_bit",
       "truncate",      "half",          "stuck",       "duplicate", "stale_generation",
       "other_attempt", "other_slot",    "lying_times", "abandon",   "remove",
-      "busy",          "stop",
+      "busy",          "stop",          "flood",       "die",
   };
   return kNames[static_cast<size_t>(kind)];
 }

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "simulation/injector.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace dflash::simulation {
@@ -31,8 +32,7 @@ void Injector::start() {
 }
 
 void Injector::plan_next() {
-  const double gap =
-      -std::log(1 - random_.unit()) * static_cast<double>(world_.options.fault_gap_ns);
+  const double gap = -std::log(1 - random_.unit()) * static_cast<double>(options_.fault_gap_ns);
   const int64_t when = world_.scheduler.now_ns() + static_cast<int64_t>(gap);
   if (when >= end_ns_) {
     world_.scheduler.at(end_ns_, [this] { is_over_ = true; });
@@ -40,17 +40,16 @@ void Injector::plan_next() {
   }
   world_.scheduler.at(when, [this] {
     const auto worker = static_cast<uint32_t>(random_.below(world_.num_remote()));
-    inject(worker, random_.one_of(world_.options.faults));
+    inject(worker, random_.one_of(options_.faults));
     plan_next();
   });
 }
 
 bool Injector::is_quiet() const {
-  if (!is_over_ || num_removed_ > 0 || is_stopped_ || busy_ns_ > 0) return false;
-  for (const SimulatedWorker& simulated : world_.workers) {
-    if (simulated.num_faults > 0) return false;
-  }
-  return true;
+  if (!is_over_ || num_removed_ > 0 || is_stopped_ || is_flooding_ || dies_ || busy_ns_ > 0)
+    return false;
+  return std::ranges::all_of(host_.workers,
+                             [](const WorkerOfHost& worker) { return worker.num_faults == 0; });
 }
 
 void Injector::inject(uint32_t worker, SimulatedFault kind) {
@@ -66,11 +65,16 @@ void Injector::inject(uint32_t worker, SimulatedFault kind) {
     return;
   }
   if (kind == SimulatedFault::kStop) return stop_host();
+  if (kind == SimulatedFault::kFlood) return flood();
+  if (kind == SimulatedFault::kDie) {
+    dies_ = true;
+    return;
+  }
   if (!process.is_alive()) return;
   switch (kind) {
     case SimulatedFault::kKill: return kill(worker, kind, world_.options.restart_ns);
     case SimulatedFault::kUnfit:
-      world_.workers[worker].is_unfit = true;
+      for (HostRecord& host : world_.hosts) host.workers[worker].is_unfit = true;
       return kill(worker, kind, world_.options.restart_ns);
     case SimulatedFault::kCrashLoop: {
       const int64_t duration = random_.magnitude(100 * kMs, 8 * kS);
@@ -96,13 +100,13 @@ void Injector::inject(uint32_t worker, SimulatedFault kind) {
       return undo_after(worker, kind, random_.magnitude(100 * kMs, 5 * kS),
                         [](WorkerProcess& one) { one.set_losing_pulses(false); });
     case SimulatedFault::kDelay: {
-      Network& network = world_.workers[worker].network;
+      Network& network = link_to(worker).network;
       network.added_delay_ns = random_.magnitude(kMs, 500 * kMs);
       const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
-      world_.begin_fault(worker, kind, duration);
+      begin(worker, kind, duration);
       world_.scheduler.after(duration, [this, worker, kind] {
-        world_.workers[worker].network.added_delay_ns = 0;
-        world_.end_fault(worker, kind);
+        link_to(worker).network.added_delay_ns = 0;
+        end(worker, kind);
       });
       return;
     }
@@ -112,37 +116,40 @@ void Injector::inject(uint32_t worker, SimulatedFault kind) {
 
 void Injector::undo_after(uint32_t worker, SimulatedFault kind, int64_t duration_ns,
                           std::function<void(WorkerProcess&)> undo) {
-  world_.begin_fault(worker, kind, duration_ns);
+  begin(worker, kind, duration_ns);
   WorkerProcess* const process = &world_.workers[worker].process();
   world_.scheduler.after(duration_ns, [this, worker, kind, process, undo = std::move(undo)] {
     if (process->is_alive()) undo(*process);
-    world_.end_fault(worker, kind);
+    end(worker, kind);
   });
 }
 
 // A process that the host started is started again by the host, when its state machine says so;
 // another one by somebody else.
 void Injector::kill(uint32_t worker, SimulatedFault kind, int64_t duration_ns) {
-  world_.begin_fault(worker, kind, duration_ns);
-  world_.set_attached(worker, false);
+  begin(worker, kind, duration_ns);
+  for (uint32_t host = 0; host < world_.hosts.size(); ++host)
+    world_.set_attached(host, worker, false);
   world_.workers[worker].process().kill(random_.chance(0.5));
   world_.scheduler.after(duration_ns, [this, worker, kind] {
     if (!world_.options.workers[worker].is_started_by_host) world_.start_process(worker);
-    world_.end_fault(worker, kind);
+    end(worker, kind);
   });
 }
 
 void Injector::remove(uint32_t worker) {
   const int64_t duration = random_.magnitude(100 * kMs, 8 * kS);
   ++world_.num_faults[static_cast<size_t>(SimulatedFault::kRemove)];
-  world_.record(JournalEvent::kFault, worker, static_cast<uint64_t>(SimulatedFault::kRemove),
+  world_.record(JournalEvent::kFault, world_.label(index_, worker),
+                static_cast<uint64_t>(SimulatedFault::kRemove),
                 static_cast<uint64_t>(duration / kMs));
   ++num_removed_;
   changes_.push_back({worker, true});
   world_.scheduler.after(duration, [this, worker] {
     --num_removed_;
     changes_.push_back({worker, false});
-    world_.record(JournalEvent::kHeal, worker, static_cast<uint64_t>(SimulatedFault::kRemove));
+    world_.record(JournalEvent::kHeal, world_.label(index_, worker),
+                  static_cast<uint64_t>(SimulatedFault::kRemove));
   });
 }
 
@@ -155,7 +162,7 @@ void Injector::freeze(uint32_t worker) {
 }
 
 void Injector::end_once(uint32_t worker, SimulatedFault kind, std::function<bool()> is_over) {
-  if (is_over()) return world_.end_fault(worker, kind);
+  if (is_over()) return end(worker, kind);
   world_.scheduler.after(kLookNs, [this, worker, kind, is_over = std::move(is_over)] {
     end_once(worker, kind, is_over);
   });
@@ -164,14 +171,15 @@ void Injector::end_once(uint32_t worker, SimulatedFault kind, std::function<bool
 void Injector::hang(uint32_t worker) {
   WorkerProcess& process = world_.workers[worker].process();
   if (!world_.options.workers[worker].is_started_by_host) return freeze(worker);
-  if (process.is_frozen() || process.link() == nullptr) return;
+  WorkerSession& session = process.session(index_);
+  if (process.is_frozen() || session.link() == nullptr) return;
   process.freeze();
-  world_.begin_fault(worker, SimulatedFault::kHang, 0);
-  const std::shared_ptr<SimulatedLink> link = process.shared_link();
+  begin(worker, SimulatedFault::kHang, 0);
+  const std::shared_ptr<SimulatedLink> link = session.shared_link();
   const Options& options = world_.options;
   // Where calls have less time, it is found out by its silence.
   if (options.call_timeout_ns > kMostStalls * options.stall_timeout_ns) {
-    world_.expected_losses.add(
+    host_.expected_losses.add(
         {"worker " + std::to_string(worker) + " stands still",
          [&process, link] { return !process.is_frozen() || link->is_closed(Side::kHost); },
          [link] { return link->owes(); },
@@ -179,29 +187,28 @@ void Injector::hang(uint32_t worker) {
   }
   // One that nobody asks for anything is missed by nobody.
   const int64_t until = world_.scheduler.now_ns() + random_.magnitude(kS, 10 * kS);
-  end_once(worker, SimulatedFault::kHang, [this, &process, until] {
-    const bool is_missed = process.link()->owes();
+  end_once(worker, SimulatedFault::kHang, [this, &process, &session, until] {
+    const bool is_missed = session.link()->owes();
     if (process.is_alive() && !is_missed && world_.scheduler.now_ns() >= until) process.thaw();
     return !process.is_alive() || !process.is_frozen();
   });
 }
 
 void Injector::mute(uint32_t worker) {
-  WorkerProcess& process = world_.workers[worker].process();
-  Network& network = world_.workers[worker].network;
-  if (network.is_mute || process.link() == nullptr) return;
+  Network& network = link_to(worker).network;
+  if (network.is_mute || session(worker).link() == nullptr) return;
   network.is_mute = true;
   const bool is_own = world_.options.workers[worker].is_started_by_host;
   const int64_t until =
       world_.scheduler.now_ns() + (is_own ? kDamagePatienceNs : random_.magnitude(kS, 10 * kS));
-  world_.begin_fault(worker, SimulatedFault::kMute, 0);
+  begin(worker, SimulatedFault::kMute, 0);
   // Whether an answer was swallowed on the present path.
   const auto is_struck = [this, worker] {
-    const SimulatedLink* const link = world_.workers[worker].process().link();
+    const SimulatedLink* const link = session(worker).link();
     return link != nullptr && link->is_stuck(Side::kWorker) && !link->is_closed(Side::kHost);
   };
   world_.expect_loss_of_silent(
-      worker, "is mute", [&network, is_struck] { return !network.is_mute && !is_struck(); },
+      index_, worker, "is mute", [&network, is_struck] { return !network.is_mute && !is_struck(); },
       is_struck);
   end_once(worker, SimulatedFault::kMute, [this, &network, is_struck, is_own, until] {
     // The worker itself is mute for good once it has swallowed an answer.
@@ -211,15 +218,14 @@ void Injector::mute(uint32_t worker) {
 }
 
 void Injector::get_stuck(uint32_t worker) {
-  WorkerProcess& process = world_.workers[worker].process();
-  if (process.link() == nullptr || process.link()->is_closed(Side::kWorker)) return;
-  const std::shared_ptr<SimulatedLink> link = process.shared_link();
+  const std::shared_ptr<SimulatedLink> link = session(worker).shared_link();
+  if (link == nullptr || link->is_closed(Side::kWorker)) return;
   const Side side = random_.chance(0.3) ? Side::kHost : Side::kWorker;
   link->damage_next(side, SimulatedFault::kStuck);
   const int64_t until = world_.scheduler.now_ns() + kDamagePatienceNs;
-  world_.begin_fault(worker, SimulatedFault::kStuck, 0);
+  begin(worker, SimulatedFault::kStuck, 0);
   world_.expect_loss_of_silent(
-      worker, "has a path that is stuck",
+      index_, worker, "has a path that is stuck",
       [this, link, side, until] {
         return link->is_closed(Side::kHost) ||
                (!link->is_stuck(side) && world_.scheduler.now_ns() > until);
@@ -239,7 +245,8 @@ void Injector::stop_host() {
   is_stopped_ = true;
   const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
   ++world_.num_faults[static_cast<size_t>(SimulatedFault::kStop)];
-  world_.record(JournalEvent::kFault, 0, static_cast<uint64_t>(SimulatedFault::kStop),
+  world_.record(JournalEvent::kFault, world_.label(index_, 0),
+                static_cast<uint64_t>(SimulatedFault::kStop),
                 static_cast<uint64_t>(duration / kMs));
   std::vector<WorkerProcess*> stopped;
   const bool stops_workers = random_.chance(0.5);
@@ -250,16 +257,26 @@ void Injector::stop_host() {
     process.freeze();
     stopped.push_back(&process);
   }
-  world_.host->freeze();
+  host_.task->freeze();
   world_.scheduler.after(duration, [this, duration, stopped] {
     for (WorkerProcess* process : stopped) {
       if (process->is_alive()) process->thaw();
     }
     is_stopped_ = false;
-    world_.away_ns += duration;
+    host_.away_ns += duration;
     on_continued(duration);
-    world_.host->thaw();
+    host_.task->thaw();
   });
+}
+
+void Injector::flood() {
+  if (std::exchange(is_flooding_, true)) return;
+  const int64_t duration = random_.magnitude(10 * kMs, 2 * kS);
+  ++world_.num_faults[static_cast<size_t>(SimulatedFault::kFlood)];
+  world_.record(JournalEvent::kFault, world_.label(index_, 0),
+                static_cast<uint64_t>(SimulatedFault::kFlood),
+                static_cast<uint64_t>(duration / kMs));
+  world_.scheduler.after(duration, [this] { is_flooding_ = false; });
 }
 
 void Injector::refuse(uint32_t worker, SimulatedFault kind) {
@@ -271,7 +288,7 @@ void Injector::refuse(uint32_t worker, SimulatedFault kind) {
 }
 
 void Injector::cut(uint32_t worker, SimulatedFault kind) {
-  Network& network = world_.workers[worker].network;
+  Network& network = link_to(worker).network;
   const int64_t duration = random_.magnitude(10 * kMs, 10 * kS);
   const int64_t until = world_.scheduler.now_ns() + duration;
   for (const Side from : {Side::kHost, Side::kWorker}) {
@@ -280,17 +297,18 @@ void Injector::cut(uint32_t worker, SimulatedFault kind) {
     int64_t& cut_until = network.cut_until_ns[static_cast<size_t>(from)];
     if (kind != spares) cut_until = std::max(cut_until, until);
   }
-  world_.begin_fault(worker, kind, duration);
-  world_.scheduler.after(duration, [this, worker, kind] { world_.end_fault(worker, kind); });
+  begin(worker, kind, duration);
+  world_.scheduler.after(duration, [this, worker, kind] { end(worker, kind); });
 }
 
 void Injector::damage(uint32_t worker, SimulatedFault kind) {
-  SimulatedLink* const link = world_.workers[worker].process().link();
+  SimulatedLink* const link = session(worker).link();
   if (link == nullptr || link->is_closed(Side::kWorker)) return;
   const Side side = random_.chance(0.3) ? Side::kHost : Side::kWorker;
   link->damage_next(side, kind);
-  undo_after(worker, kind, kDamagePatienceNs, [side](WorkerProcess& one) {
-    if (one.link() != nullptr) one.link()->spare_next(side);
+  undo_after(worker, kind, kDamagePatienceNs, [this, side](WorkerProcess& one) {
+    SimulatedLink* const present = one.session(index_).link();
+    if (present != nullptr) present->spare_next(side);
   });
 }
 

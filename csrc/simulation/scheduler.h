@@ -34,7 +34,8 @@ class Stack {
   std::byte* mapping_;
 };
 
-// A thread of a simulated process. Code that runs on it gives way in sleep_until() only.
+// A thread of a simulated process. Code that runs on it gives way in sleep_until() and
+// await_another() only.
 class Task {
  public:
   Task(Scheduler& scheduler, std::function<void()> body);
@@ -45,6 +46,10 @@ class Task {
   // Called by this task: gives way until a time, or until somebody wakes it. A task that was killed
   // goes on at once and gives way no more.
   void sleep_until(int64_t when_ns);
+  // The same for what another task of the process has to do first. A task that was killed gives way
+  // here too, and for as long: the other one may have been killed with it and needs its chance to
+  // return, or both wait for a time, which would never come if this one went on at once.
+  void await_another(int64_t when_ns);
   // Called by others. The task goes on at the current time, if it sleeps and is not frozen.
   void wake();
   // As SIGSTOP and SIGCONT: nothing of the task runs in between.

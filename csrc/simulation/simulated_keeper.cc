@@ -33,8 +33,10 @@ OwnedFd add_pulse(PathOrder& order, Scheduler& scheduler) {
 
 }  // namespace
 
-SimulatedKeeper::SimulatedKeeper(World& world, client::ExpertClient& client, Membership& membership)
+SimulatedKeeper::SimulatedKeeper(World& world, uint32_t host, client::ExpertClient& client,
+                                 Membership& membership)
     : world_(world),
+      host_(host),
       client_(client),
       membership_(membership),
       random_(world.random.split()),
@@ -50,9 +52,10 @@ SimulatedKeeper::SimulatedKeeper(World& world, client::ExpertClient& client, Mem
 
 std::shared_ptr<SimulatedLink> SimulatedKeeper::make_link(uint32_t worker) {
   const Options& options = world_.options;
-  auto link = SimulatedLink::create(world_.link_context(worker),
+  auto link = SimulatedLink::create(world_.link_context(host_, worker),
                                     {options.num_slots, options.slot_bytes, options.slot_bytes},
-                                    world_.next_generation(), options.workers[worker].is_stream);
+                                    world_.next_generation(),
+                                    options.hosts[host_].networks[worker].is_stream);
   check(link.ok(), "no memory for a simulated data path");
   return std::move(link).value();
 }
@@ -62,14 +65,15 @@ client::NewPath SimulatedKeeper::new_path(const std::shared_ptr<SimulatedLink>& 
   return {link->end(Side::kHost), link->generation()};
 }
 
-void SimulatedKeeper::add_worker(uint32_t worker) {
+// Returns the path, of which `order` has the worker's end of the pulse.
+std::shared_ptr<SimulatedLink> SimulatedKeeper::add(uint32_t worker, PathOrder& order) {
   auto link = make_link(worker);
   client::NewWorker added;
   added.name = std::string("w").append(std::to_string(worker));
   added.path = new_path(link);
   added.policy = {world_.options.slice_tokens, world_.options.window};
   added.is_last_resort = world_.options.workers[worker].is_last_resort;
-  PathOrder order{link, {}, nullptr, [] {}};
+  order.link = link;
   if (!added.is_last_resort) {  // one in this process has no pulses
     added.pulse = add_pulse(order, world_.scheduler);
   }
@@ -80,8 +84,30 @@ void SimulatedKeeper::add_worker(uint32_t worker) {
     check(client_.set_stand_in(worker, world_.options.joins_late).ok(),
           "the client knows the worker");
   }
-  world_.workers[worker].process().accept(std::move(order));
-  world_.set_attached(worker, true);
+  return link;
+}
+
+void SimulatedKeeper::add_worker(uint32_t worker) {
+  PathOrder order{nullptr, {}, nullptr, [] {}};
+  add(worker, order);
+  world_.workers[worker].process().session(host_).accept(std::move(order));
+  world_.set_attached(host_, worker, true);
+}
+
+// The path and the pulse that a worker of the client must have lead nowhere.
+void SimulatedKeeper::add_lost_worker(uint32_t worker) {
+  PathOrder order{nullptr, {}, nullptr, [] {}};
+  add(worker, order);
+  client_.mark_lost(worker, "its host was started anew");
+  detach(worker, "its host was started anew");
+}
+
+void SimulatedKeeper::end() {
+  is_over_ = true;
+  for (Tracked& tracked : members_) {
+    tracked.accepted = nullptr;
+    ++tracked.num_steps;
+  }
 }
 
 void SimulatedKeeper::name_holders(bool with_last_resort) {
@@ -98,12 +124,15 @@ void SimulatedKeeper::name_holders(bool with_last_resort) {
 // Any stack.
 void SimulatedKeeper::post(uint32_t worker, Happening what, uint64_t attempt, const char* reason,
                            bool is_death) {
+  ++num_posted_;
   world_.scheduler.after(
       0, [this, event = MemberEvent{worker, what, attempt, reason, is_death}] { handle(event); });
 }
 
 void SimulatedKeeper::handle(const MemberEvent& event) {
-  world_.record(JournalEvent::kMember, event.worker, event.attempt,
+  --num_posted_;
+  if (is_over_) return;
+  world_.record(JournalEvent::kMember, world_.label(host_, event.worker), event.attempt,
                 static_cast<uint64_t>(event.what));
   const uint32_t worker = event.worker;
   Tracked& tracked = members_[worker];
@@ -122,7 +151,7 @@ void SimulatedKeeper::handle(const MemberEvent& event) {
                            [this, worker] { post(worker, Happening::kReleased, 0); });
   }
   if (state != before && state == "gone" && tracked.is_wanted) post(worker, Happening::kAdded, 0);
-  world_.host->wake();
+  task().wake();
 }
 
 // The first time that somebody is missed. It takes as long as mapping files does.
@@ -132,14 +161,30 @@ void SimulatedKeeper::make_last_resort() {
       world_.scheduler.now_ns() + random_.magnitude(kLongestMappingNs / 100, kLongestMappingNs);
 }
 
+// The host's own copy, while it is missing, would be made for a worker that is lost and not for one
+// that is removed. So the last ready holder of a shard stays, as it does at a real host that does
+// not say `force` (holders/elastic.py).
 void SimulatedKeeper::remove(uint32_t worker) {
+  if (is_last_resort_missing_ && is_last_holder(worker)) return;
   members_[worker].is_wanted = false;
   post(worker, Happening::kRemoved, 0);
 }
 
 void SimulatedKeeper::want_back(uint32_t worker) {
-  members_[worker].is_wanted = true;
+  if (std::exchange(members_[worker].is_wanted, true)) return;
   post(worker, Happening::kAdded, 0);
+}
+
+bool SimulatedKeeper::is_last_holder(uint32_t worker) const {
+  const auto is_other = [&](uint32_t holder) {
+    return holder != worker && holder < members_.size() &&
+           members_[holder].decided.state == "ready";
+  };
+  const auto is_lone = [&](const std::vector<uint32_t>& holders) {
+    return std::find(holders.begin(), holders.end(), worker) != holders.end() &&
+           std::none_of(holders.begin(), holders.end(), is_other);
+  };
+  return std::any_of(world_.options.holders.begin(), world_.options.holders.end(), is_lone);
 }
 
 void SimulatedKeeper::take_events() {
@@ -184,8 +229,8 @@ void SimulatedKeeper::excuse(int64_t ns) {
 
 void SimulatedKeeper::detach(uint32_t worker, const char* reason) {
   Tracked& tracked = members_[worker];
-  world_.record(JournalEvent::kLost, worker);
-  world_.set_attached(worker, false);
+  world_.record(JournalEvent::kLost, world_.label(host_, worker));
+  world_.set_attached(host_, worker, false);
   tracked.is_attached = tracked.is_renewing = false;
   tracked.accepted = nullptr;
   ++tracked.num_steps;
@@ -194,7 +239,7 @@ void SimulatedKeeper::detach(uint32_t worker, const char* reason) {
 
 void SimulatedKeeper::look() {
   for (const client::WornPath& worn : client_.retire_worn_paths()) {
-    world_.record(JournalEvent::kRetire, worn.worker);
+    world_.record(JournalEvent::kRetire, world_.label(host_, worn.worker));
     if (worn.worker >= members_.size()) {
       send_path(worn.worker, false);
       continue;
@@ -275,7 +320,7 @@ void SimulatedKeeper::join(uint32_t worker, uint64_t attempt) {
   tracked.give_up_ns = world_.scheduler.now_ns() + world_.options.load_ns + kPatienceNs;
   world_.scheduler.after(world_.options.load_ns, [this, worker, step] {
     if (!is_current(worker, step)) return;
-    if (std::exchange(world_.workers[worker].is_unfit, false))
+    if (std::exchange(link_to(worker).is_unfit, false))
       return fail(worker, Happening::kUnfit, "it loaded other weights", false);
     send_path(worker, true);
   });
@@ -295,7 +340,7 @@ void SimulatedKeeper::end(uint32_t worker, uint64_t attempt) {
   tracked.is_attached = tracked.is_renewing = tracked.is_joining = false;
   tracked.accepted = nullptr;
   ++tracked.num_steps;
-  world_.set_attached(worker, false);
+  world_.set_attached(host_, worker, false);
   static_cast<void>(client_.mark_lost(worker, "it is ended"));
   if (world_.options.workers[worker].is_started_by_host) {
     // Where the machine had nothing before, nothing of it is left behind in its links either.
@@ -315,7 +360,7 @@ void SimulatedKeeper::drain(uint32_t worker, uint64_t attempt) {
 // -----------------------------------------------------------------------------------------
 
 void SimulatedKeeper::travel(uint32_t worker, Side from, std::function<void()> action) {
-  const Network& network = world_.workers[worker].network;
+  const Network& network = link_to(worker).network;
   const int64_t there = world_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns;
   world_.scheduler.at(network.passes_at(from, there), std::move(action));
 }
@@ -326,7 +371,7 @@ void SimulatedKeeper::send_path(uint32_t worker, bool is_session) {
   auto sent = std::make_shared<PathOrder>();
   sent->link = link;
   if (worker >= members_.size()) {  // in this process: nothing travels
-    world_.workers[worker].process().accept({link, {}, nullptr, [] {}});
+    world_.workers[worker].process().session(host_).accept({link, {}, nullptr, [] {}});
     check(client_.renew_path(worker, new_path(link)).ok(), "a path in this process is renewed");
     return;
   }
@@ -338,11 +383,13 @@ void SimulatedKeeper::send_path(uint32_t worker, bool is_session) {
     travel(worker, Side::kWorker, [this, worker, step, path] {
       if (!is_current(worker, step)) return;
       members_[worker].accepted = std::make_unique<Path>(std::move(*path));
-      world_.host->wake();
+      task().wake();
     });
   };
-  travel(worker, Side::kHost,
-         [this, worker, sent] { world_.workers[worker].process().accept(std::move(*sent)); });
+  travel(worker, Side::kHost, [this, worker, sent] {
+    if (is_over_) return;  // its control connection has ended
+    world_.workers[worker].process().session(host_).accept(std::move(*sent));
+  });
 }
 
 // An error means that the client has lost the worker meanwhile, of which its event tells.
@@ -352,16 +399,17 @@ void SimulatedKeeper::take_accepted(uint32_t worker) {
   if (!tracked.is_joining) {
     tracked.is_renewing = false;
     const bool is_renewed = client_.renew_path(worker, new_path(path->link)).ok();
-    if (is_renewed) world_.record(JournalEvent::kAttach, worker, path->link->generation());
+    if (is_renewed)
+      world_.record(JournalEvent::kAttach, world_.label(host_, worker), path->link->generation());
     return;
   }
   tracked.is_joining = false;
   static_cast<void>(client_.set_admission(worker, client::Admission::kOpen));
   const Status taken = client_.replace_worker(worker, new_path(path->link), std::move(path->pulse));
   check(taken.ok(), "the client takes a worker back that it has lost");
-  world_.record(JournalEvent::kAttach, worker, path->link->generation());
+  world_.record(JournalEvent::kAttach, world_.label(host_, worker), path->link->generation());
   tracked.is_attached = true;
-  world_.set_attached(worker, world_.workers[worker].process().is_alive());
+  world_.set_attached(host_, worker, world_.workers[worker].process().is_alive());
   post(worker, Happening::kJoined, tracked.step_attempt);
 }
 
@@ -370,7 +418,7 @@ bool SimulatedKeeper::is_whole() const {
   const auto is_fit = [](const client::WorkerReport& report) {
     return report.quarantined_slots == 0 && report.path != client::PathState::kLost;
   };
-  return std::all_of(reports.begin(), reports.end(), is_fit) &&
+  return num_posted_ == 0 && std::all_of(reports.begin(), reports.end(), is_fit) &&
          std::all_of(members_.begin(), members_.end(), [](const Tracked& tracked) {
            return tracked.is_attached && tracked.decided.state == "ready";
          });

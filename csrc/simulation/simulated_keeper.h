@@ -21,13 +21,16 @@ namespace dflash::simulation {
 
 class SimulatedKeeper {
  public:
-  // Called outside of simulated threads: every worker's machine is told that it is there. Both must
-  // outlive this.
-  SimulatedKeeper(World& world, client::ExpertClient& client, Membership& membership);
+  // Called outside of simulated threads: every worker's machine is told that it is there. Client
+  // and membership must outlive this, or its end().
+  SimulatedKeeper(World& world, uint32_t host, client::ExpertClient& client,
+                  Membership& membership);
 
   // -- on the host's task --
   // Makes the first path of a worker, which is served at once, and adds it to the client.
   void add_worker(uint32_t worker);
+  // Adds it as one that is lost, which the worker's machine has to reach first.
+  void add_lost_worker(uint32_t worker);
   // Tells the client who holds the shards, with the host's own copy or without.
   void name_holders(bool with_last_resort);
   // To be called every few milliseconds.
@@ -37,8 +40,10 @@ class SimulatedKeeper {
   void want_back(uint32_t worker);
   // The host was away for so long, in which no worker could answer it.
   void excuse(int64_t ns);
-  // Whether every worker is attached and has all its slots.
+  // Whether every worker is attached and has all its slots, and nothing is about to change that.
   bool is_whole() const;
+  // The host has died: whatever is under way comes to nothing, and nothing is called any more.
+  void end();
   // Whether any worker was ever suspected to hang, which costs second requests without a budget.
   bool has_suspected() const { return has_suspected_; }
 
@@ -59,10 +64,14 @@ class SimulatedKeeper {
     std::unique_ptr<Path> accepted;  // by the worker, not yet taken by the client
   };
 
+  WorkerOfHost& link_to(uint32_t worker) { return world_.hosts[host_].workers[worker]; }
+  Task& task() { return *world_.hosts[host_].task; }
+  std::shared_ptr<SimulatedLink> add(uint32_t worker, PathOrder& order);
   void post(uint32_t worker, Happening what, uint64_t attempt, const char* reason = "",
             bool is_death = true);
   void handle(const MemberEvent& event);
   void take_events();
+  bool is_last_holder(uint32_t worker) const;
   void make_last_resort();
   void note_ends();
   void carry_out(uint32_t worker, const MemberOrder& order);
@@ -84,8 +93,11 @@ class SimulatedKeeper {
   client::NewPath new_path(const std::shared_ptr<SimulatedLink>& link);
 
   World& world_;
+  const uint32_t host_;
   client::ExpertClient& client_;
   Membership& membership_;
+  bool is_over_ = false;
+  int num_posted_ = 0;  // events on their way to the membership
   Random random_;
   std::vector<Tracked> members_;  // the host's own copy, which comes last, is none of them
   bool has_suspected_ = false;

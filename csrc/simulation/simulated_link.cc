@@ -191,6 +191,7 @@ void SimulatedLink::deliver(Side side, uint32_t slot, size_t bytes) {
   if (sender.channel == nullptr || sender.loses_sent) return;
   if (side == Side::kWorker && context_.network.is_mute) sender.is_stuck = true;
   if (sender.is_stuck) return;
+  if (side == Side::kWorker) context_.replied_ns = now;
   context_.journal.record(now, JournalEvent::kDeliver, context_.worker, slot, bytes);
   if (sender.damage) {
     const SimulatedFault kind = *std::exchange(sender.damage, std::nullopt);

@@ -52,6 +52,7 @@ struct LinkContext {
   Random random;
   const Network& network;
   LinkCounts& counts;
+  int64_t& replied_ns;  // when something of the worker last came
   uint32_t worker;
   std::function<void(std::string)> violate;
   std::function<void(std::span<const std::byte>)> watch_request;  // before it is on its way

@@ -1,19 +1,27 @@
-// What takes the place of the product's clock (base/clock.cc) and of its wait (transport/wait.cc)
-// in a simulation. Both are in virtual time; outside of a simulation the clock is the machine's, so
-// that whoever sets one up may use anything. wait_any polls, and otherwise gives way until the next
-// event. It never spins and arms no channel, because links wake whoever listens to them
-// (simulated_link.h).
+// What takes the place of the product's clock (base/clock.cc) and of its waits (transport/wait.cc,
+// base/timed_wait.cc) in a simulation. All are in virtual time; outside of a simulation the clock
+// is the machine's, so that whoever sets one up may use anything. wait_any polls, and otherwise
+// gives way until the next event. It never spins and arms no channel, because links wake whoever
+// listens to them (simulated_link.h).
 // SPDX-License-Identifier: Apache-2.0
 #include <poll.h>
 #include <time.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "base/clock.h"
+#include "base/timed_wait.h"
 #include "simulation/scheduler.h"
 #include "transport/channel.h"
 
 namespace dflash {
+namespace {
+
+// Whom a notification wakes.
+thread_local std::unordered_map<const std::condition_variable*, simulation::Task*> waiters;
+
+}  // namespace
 
 int64_t now_ns() {
   if (simulation::Scheduler::is_running()) return simulation::Scheduler::current().now_ns();
@@ -28,6 +36,22 @@ int64_t thread_cpu_ns() { return now_ns(); }
 void nap_ns(int64_t nanoseconds) {
   const simulation::Scheduler& scheduler = simulation::Scheduler::current();
   scheduler.running()->sleep_until(scheduler.now_ns() + nanoseconds);
+}
+
+// The lock must be given up although all fibres are of one thread: the next one may take it.
+void wait_for_ns(std::condition_variable& condition, std::unique_lock<std::mutex>& lock,
+                 int64_t nanoseconds) {
+  const simulation::Scheduler& scheduler = simulation::Scheduler::current();
+  waiters[&condition] = scheduler.running();
+  lock.unlock();
+  scheduler.running()->await_another(scheduler.now_ns() + nanoseconds);
+  lock.lock();
+  waiters.erase(&condition);
+}
+
+void notify_waiter(std::condition_variable& condition) {
+  const auto found = waiters.find(&condition);
+  if (found != waiters.end()) found->second->wake();
 }
 
 }  // namespace dflash

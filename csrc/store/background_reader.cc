@@ -3,28 +3,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/background_reader.h"
 
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <string>
 #include <system_error>
 #include <utility>
+
+#include "store/lowest_priority.h"
 
 namespace dflash::store {
 namespace {
 
 // The bytes read between two looks at whether to stop: what a disk delivers in milliseconds.
 constexpr size_t kStepBytes = size_t{1} << 20;
-
-// Makes the thread yield to all others, on the processor and at the disk. Where the system does not
-// allow it, the thread reads all the same.
-void take_lowest_priority() {
-  constexpr int kNice = 19;
-  constexpr long kProcess = 1, kIdleClass = 3, kClassShift = 13;  // as linux/ioprio.h has them
-  static_cast<void>(::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kNice));
-  static_cast<void>(::syscall(SYS_ioprio_set, kProcess, 0L, kIdleClass << kClassShift));
-}
 
 }  // namespace
 
@@ -73,8 +62,10 @@ void BackgroundReader::read(const std::weak_ptr<ResidentShard>& shard) {
     std::optional<compute::ContentReader> reader;
     for (bool is_read = false; !is_read;) {
       const std::shared_ptr<ResidentShard> held = shard.lock();
-      if (held == nullptr || id == held->sources_.size() || is_stopping()) return;
+      if (held == nullptr || id == held->sources_.size() || stopping_.load()) return;
       ResidentShard::Expert& expert = held->sources_[id];
+      if (expert.is_unsummed.load(std::memory_order_acquire))
+        static_cast<void>(held->scrub_expert(id, stopping_));  // panels never fail to be read
       if (expert.source.load(std::memory_order_acquire) != ResidentShard::Source::kUnread) break;
       if (!reader) reader.emplace(expert.weights);
       auto step = reader->read(kStepBytes);
@@ -95,11 +86,6 @@ void BackgroundReader::read(const std::weak_ptr<ResidentShard>& shard) {
       expert.source.store(ResidentShard::Source::kRead, std::memory_order_release);
     }
   }
-}
-
-bool BackgroundReader::is_stopping() {
-  const std::lock_guard lock(mutex_);
-  return stopping_;
 }
 
 }  // namespace dflash::store

@@ -1,9 +1,11 @@
 // Reads the source bytes of shards that nobody has read whole, one after another, for their content
-// checksums. Its thread has the lowest priority for reads and on the processor, because calls that
-// compute from the same pages go first. It reads in steps of a megabyte, and stops within one.
+// checksums, and sums up panels that were mapped from files. Its thread has the lowest priority for
+// reads and on the processor, because calls that compute from the same pages go first. It reads in
+// steps of a megabyte, and stops within one.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -28,12 +30,11 @@ class BackgroundReader {
  private:
   void run();
   void read(const std::weak_ptr<ResidentShard>& shard);
-  bool is_stopping();
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::weak_ptr<ResidentShard>> waiting_;  // guarded by mutex_
-  bool stopping_ = false;                             // guarded by mutex_
+  std::atomic<bool> stopping_{false};                 // set under mutex_
   std::thread thread_;
 };
 

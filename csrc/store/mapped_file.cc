@@ -47,19 +47,46 @@ bool end_of_block(uint64_t offset, uint32_t outer, int64_t outer_stride, uint32_
   return end <= file_bytes;
 }
 
+// Maps a whole file, a large one at a multiple of 2 MiB: file systems that have large pages can
+// then map these. Returns MAP_FAILED and errno as mmap does.
+void* map_aligned(int fd, uint64_t num_bytes) {
+  constexpr uint64_t kHugePage = uint64_t{2} << 20;
+  if (num_bytes < kHugePage) return ::mmap(nullptr, num_bytes, PROT_READ, MAP_SHARED, fd, 0);
+  const uint64_t reserved = num_bytes + kHugePage;
+  void* start = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) return MAP_FAILED;
+  const auto begin = reinterpret_cast<uintptr_t>(start);
+  const uintptr_t aligned = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  void* base =
+      ::mmap(reinterpret_cast<void*>(aligned), num_bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0);
+  const int error_number = errno;
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const uintptr_t end =
+      base == MAP_FAILED ? aligned : (aligned + num_bytes + page - 1) / page * page;
+  if (aligned > begin) ::munmap(start, aligned - begin);
+  if (begin + reserved > end) ::munmap(reinterpret_cast<void*>(end), begin + reserved - end);
+  if (base != MAP_FAILED) static_cast<void>(::madvise(base, num_bytes, MADV_HUGEPAGE));
+  errno = error_number;
+  return base;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<MappedFile>> MappedFile::open(const std::string& path) {
   OwnedFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd.is_open())
     return checkpoint_error(path, std::string("cannot be opened: ") + std::strerror(errno));
+  return of_descriptor(std::move(fd), path);
+}
+
+Result<std::unique_ptr<MappedFile>> MappedFile::of_descriptor(OwnedFd fd, const std::string& path) {
   struct stat facts{};
   if (::fstat(fd.get(), &facts) != 0)
     return checkpoint_error(path, std::string("cannot be examined: ") + std::strerror(errno));
   if (!S_ISREG(facts.st_mode)) return checkpoint_error(path, "is not a regular file");
   if (facts.st_size <= 0) return checkpoint_error(path, "is empty");
   const auto size_bytes = static_cast<uint64_t>(facts.st_size);
-  void* base = ::mmap(nullptr, size_bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
+  void* base = map_aligned(fd.get(), size_bytes);
   if (base == MAP_FAILED)
     return checkpoint_error(path, std::string("cannot be mapped: ") + std::strerror(errno));
   constexpr int kFixed = F_SEAL_WRITE | F_SEAL_SHRINK;
@@ -164,6 +191,14 @@ Status MappedFile::copy(const std::byte* from, size_t num_bytes, std::byte* to) 
   return ok();
 }
 
+Result<MappedFile::Identity> MappedFile::identity() const {
+  struct stat facts{};
+  if (::fstat(fd_.get(), &facts) != 0)
+    return checkpoint_error(path_, std::string("cannot be examined: ") + std::strerror(errno));
+  return Identity{facts.st_dev, facts.st_ino, facts.st_size, nanoseconds_of(facts.st_mtim),
+                  nanoseconds_of(facts.st_ctim)};
+}
+
 // The count comes first: a page that fails later makes it another one.
 Result<FileState> MappedFile::settled_state() const {
   FileState state{.num_faults = num_faults()};
@@ -197,6 +232,14 @@ Status MappedFile::mend() const {
     return checkpoint_error(path_, std::string("cannot be mapped: ") + std::strerror(error_number));
   }
   return ok();
+}
+
+void MappedFile::will_need(std::span<const std::byte> range) const {
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(range.data());
+  const uintptr_t first = begin / page * page;
+  static_cast<void>(
+      ::madvise(reinterpret_cast<void*>(first), begin + range.size() - first, MADV_WILLNEED));
 }
 
 void MappedFile::drop_pages() const { ::madvise(base_, size_bytes_, MADV_DONTNEED); }

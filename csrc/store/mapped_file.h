@@ -1,7 +1,8 @@
-// A checkpoint file that is mapped read-only: workers compute from its pages or pack them without
-// reading the whole file. Packing copies what it packs (compute::MappedBytes). Where pages of the
-// mapping itself are touched (transposed matrices, scales apart, biases), one that cannot be read
-// has zeros, and num_faults() counts it (bus_guard.h).
+// A file that is mapped read-only, a checkpoint's or one of packed panels: workers compute from its
+// pages or pack them without reading the whole file. Packing copies what it packs
+// (compute::MappedBytes). Where pages of the mapping itself are touched (transposed matrices,
+// scales apart, biases), one that cannot be read has zeros, and num_faults() counts it
+// (bus_guard.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -39,6 +40,9 @@ class MappedFile final : public compute::MappedBytes {
  public:
   // Errors: kCheckpoint naming the file (missing, not a regular file, empty, cannot be mapped).
   static Result<std::unique_ptr<MappedFile>> open(const std::string& path);
+  // The same for a file that is open already; `path` is what errors call it. The mapping keeps the
+  // descriptor, and with it the locks of flock() on it.
+  static Result<std::unique_ptr<MappedFile>> of_descriptor(OwnedFd fd, const std::string& path);
   ~MappedFile() override;
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -68,6 +72,13 @@ class MappedFile final : public compute::MappedBytes {
   // kCheckpoint where the file has become shorter.
   Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override;
 
+  // What tells this file from another, and its state now from a later one.
+  struct Identity {
+    uint64_t device = 0, inode = 0;
+    int64_t size = 0, modified_ns = 0, changed_ns = 0;
+  };
+  // Errors: kCheckpoint.
+  Result<Identity> identity() const;
   // False for a file in memory that is sealed against writing and shrinking, as what a worker makes
   // of weights is.
   bool can_change() const { return can_change_; }
@@ -81,6 +92,9 @@ class MappedFile final : public compute::MappedBytes {
   // How many pages of the mapping were touched and could not be read.
   uint64_t num_faults() const { return guard_.num_faults(); }
 
+  // Asks the system to read what is not in memory of `range`, which lies in this mapping, all at
+  // once and without waiting for it.
+  void will_need(std::span<const std::byte> range) const;
   // Gives the resident pages of this mapping back to the page cache. They are mapped again when
   // they are touched.
   void drop_pages() const;

@@ -6,36 +6,14 @@
 #include <string>
 #include <utility>
 
-#include "base/checksum.h"
 #include "base/clock.h"
+#include "store/piece_sums.h"
 
 namespace dflash::store {
 namespace {
 
-// What is summed up between two looks at whether to stop: a tenth of a millisecond.
-constexpr size_t kScrubStepBytes = size_t{1} << 20;
 // The time between two looks at whether a damaged expert was loaded again.
 constexpr int64_t kReloadNapNs = 1'000'000;
-
-using Pieces = std::array<std::span<const std::byte>, 3>;
-
-uint64_t total_bytes(const Pieces& pieces) {
-  uint64_t bytes = 0;
-  for (const auto& piece : pieces) bytes += piece.size();
-  return bytes;
-}
-
-// Returns nothing where `stop` was set meanwhile.
-std::optional<uint32_t> sum_of(const Pieces& pieces, const std::atomic<bool>* stop) {
-  Checksum sum;
-  for (const auto& piece : pieces) {
-    for (size_t at = 0; at < piece.size(); at += kScrubStepBytes) {
-      if (stop != nullptr && stop->load(std::memory_order_relaxed)) return std::nullopt;
-      sum.update(piece.subspan(at, std::min(kScrubStepBytes, piece.size() - at)));
-    }
-  }
-  return sum.finish();
-}
 
 // Reads an expert's source bytes whole; nothing where `stop` was set meanwhile.
 Result<std::optional<uint64_t>> read_content(const compute::ExpertWeights& weights,
@@ -65,10 +43,15 @@ uint64_t source_bytes(const compute::ExpertWeights& weights) {
 ResidentShard::ResidentShard(const ShardFacts& facts,
                              std::shared_ptr<compute::ExpertBackend> backend,
                              std::unique_ptr<compute::ExpertLayer> experts,
-                             uint64_t predicted_bytes)
+                             uint64_t predicted_bytes, OfStore of_store)
     : facts_(facts),
       predicted_bytes_(predicted_bytes),
       backend_(std::move(backend)),
+      number_(of_store.number),
+      reports_(std::move(of_store.reports)),
+      turns_(std::move(of_store.turns)),
+      slots_(std::move(of_store.slots)),
+      slots_owner_(slots_ == nullptr ? 0 : slots_->new_owner()),
       experts_(std::move(experts)),
       sources_(facts.num_local_experts) {}
 
@@ -78,7 +61,10 @@ bool ResidentShard::is_complete() const {
 
 // The layer is asked only when nobody loads into it any more.
 uint64_t ResidentShard::resident_bytes() const {
-  if (is_complete()) return experts_->resident_bytes();
+  if (is_complete()) {
+    const std::lock_guard lock(pieces_mutex_);
+    return experts_->resident_bytes();
+  }
   const uint64_t num_loaded = num_loaded_.load(std::memory_order_relaxed);
   return predicted_bytes_ / facts_.num_local_experts * num_loaded;
 }
@@ -164,9 +150,13 @@ Error ResidentShard::changed_error(uint32_t local_expert_id, const char* what) c
 // change again, which forward() sees after it has computed.
 Status ResidentShard::compare_with_files(std::span<const uint16_t> local_expert_ids,
                                          compute::YieldingProgress& progress) {
-  if (!watched_.are_as_seen()) DFLASH_TRY(watched_.look_again());
+  if (!watched_.are_as_seen()) {
+    DFLASH_TRY(watched_.look_again());
+    distrust_panels();
+  }
   for (const uint16_t id : local_expert_ids) {
     Expert& expert = sources_[id];
+    if (expert.weights.up.data == nullptr) continue;  // it is packed, in memory or in a file
     if (expert.source.load(std::memory_order_acquire) != Source::kRead) {
       return changed_error(id,
                            "was changed, or its file's times were, before all of it had been read; "
@@ -190,18 +180,25 @@ Status ResidentShard::compare_with_files(std::span<const uint16_t> local_expert_
 // A change that is found while a batch is computed counts for that batch: it is computed again.
 Status ResidentShard::forward(const compute::ForwardArgs& args,
                               compute::YieldingProgress& progress) {
-  constexpr int kTries = 3;  // bounds the time of a call on memory that changes all the while
-  const bool has_files = computes_from_files_.load(std::memory_order_acquire);
+  // Bounds the time of a call on memory that changes all the while. A file of panels that is
+  // damaged costs three tries: it changed, its experts are found damaged, and setting it aside
+  // changes its times. A shard has several such files, and one after the other may be found in the
+  // same call.
+  constexpr int kTries = 12;
   bool is_file_changing = false;
   for (int tries = 0; tries < kTries; ++tries) {
     DFLASH_TRY(await_whole(progress));
     const std::lock_guard lock(compute_mutex_);
     if (num_damaged_.load(std::memory_order_acquire) != 0) continue;
     if (watched_.age() != 0) DFLASH_TRY(compare_with_files(args.local_expert_ids, progress));
-    Status computed = experts_->forward(args, progress);
+    if (!are_panels_whole(args.local_expert_ids, progress)) continue;
+    const bool has_files = computes_from_files_.load(std::memory_order_acquire);
+    Status computed = compute(args, progress);
+    if (num_damaged_.load(std::memory_order_acquire) != 0) continue;
     if (has_files && !watched_.are_as_seen()) {
       is_file_changing = true;
       DFLASH_TRY(watched_.look_again());
+      distrust_panels();
       continue;
     }
     DFLASH_TRY(std::move(computed));
@@ -218,12 +215,20 @@ Result<uint64_t> ResidentShard::scrub_expert(uint32_t local_expert_id,
   if (expert.source.load(std::memory_order_acquire) != Source::kRead || is_damaged(local_expert_id))
     return uint64_t{0};
   bool is_whole = true;
-  const Pieces pieces = experts_->resident_pieces(local_expert_id);
+  const uint32_t num_distrusts = num_distrusts_.load(std::memory_order_acquire);
+  const Pieces pieces = pieces_of(local_expert_id);
   uint64_t num_bytes = total_bytes(pieces);
   if (num_bytes != 0) {
     const std::optional<uint32_t> sum = sum_of(pieces, &stop);
-    if (!sum) return uint64_t{0};
+    // Memory that was given back meanwhile for panels in a file says nothing about the expert.
+    if (!sum || pieces_of(local_expert_id)[0].data() != pieces[0].data()) return uint64_t{0};
     is_whole = *sum == expert.packed_sum;
+    if (is_whole && expert.is_unsummed.load(std::memory_order_acquire)) {
+      // A file that is still as it was seen had these bytes while they were read.
+      const std::lock_guard lock(compute_mutex_);
+      if (num_distrusts == num_distrusts_.load(std::memory_order_acquire) && watched_.are_as_seen())
+        expert.is_unsummed.store(false, std::memory_order_release);
+    }
   } else if (expert.weights.up.data != nullptr) {
     auto read = read_content(expert.weights, &stop);
     if (!read.ok()) return std::move(read).error();
@@ -231,13 +236,14 @@ Result<uint64_t> ResidentShard::scrub_expert(uint32_t local_expert_id,
     is_whole = *read.value() == expert.checksum;
     num_bytes = source_bytes(expert.weights);
   }
-  if (!is_whole) mark_damaged(expert);
+  if (!is_whole) mark_damaged(local_expert_id);
   return num_bytes;
 }
 
-void ResidentShard::mark_damaged(Expert& expert) {
-  if (!expert.is_damaged.exchange(true, std::memory_order_acq_rel))
-    num_damaged_.fetch_add(1, std::memory_order_release);
+void ResidentShard::mark_damaged(uint32_t local_expert_id) {
+  if (sources_[local_expert_id].is_damaged.exchange(true, std::memory_order_acq_rel)) return;
+  num_damaged_.fetch_add(1, std::memory_order_release);
+  reports_->add({number_, local_expert_id});
 }
 
 bool ResidentShard::are_packed_as_loaded(uint32_t begin, uint32_t end) {
@@ -245,9 +251,12 @@ bool ResidentShard::are_packed_as_loaded(uint32_t begin, uint32_t end) {
   for (uint32_t id = begin; id < end && id < sources_.size(); ++id) {
     Expert& expert = sources_[id];
     if (expert.source.load(std::memory_order_acquire) == Source::kAbsent) continue;
-    const Pieces pieces = experts_->resident_pieces(id);
-    if (total_bytes(pieces) != 0 && *sum_of(pieces, nullptr) != expert.packed_sum)
-      mark_damaged(expert);
+    if (is_panel_file(id)) {
+      expert.is_unsummed.store(true, std::memory_order_release);
+      continue;
+    }
+    const Pieces pieces = pieces_of(id);
+    if (total_bytes(pieces) != 0 && *sum_of(pieces, nullptr) != expert.packed_sum) mark_damaged(id);
     are_whole = are_whole && !is_damaged(id);
   }
   return are_whole;
@@ -260,8 +269,15 @@ Status ResidentShard::reload_expert(uint32_t local_expert_id, const compute::Exp
                  "local expert " + std::to_string(local_expert_id) + " is not damaged"};
   }
   const std::lock_guard lock(compute_mutex_);
-  DFLASH_TRY(experts_->load_expert(local_expert_id, weights, progress));
   Expert& expert = sources_[local_expert_id];
+  {
+    // It is packed into memory of its own, wherever its panels lay before.
+    const std::lock_guard pieces_lock(pieces_mutex_);
+    DFLASH_TRY(experts_->load_expert(local_expert_id, weights, progress));
+    expert.file = nullptr;
+    expert.slot_source.file = nullptr;
+  }
+  expert.is_unsummed.store(false, std::memory_order_release);
   std::optional<uint64_t> content = experts_->content_checksum(local_expert_id);
   if (!content) {
     auto read = read_content(weights, nullptr);
@@ -285,7 +301,7 @@ bool ResidentShard::flip_bit(uint32_t local_expert_id, size_t byte, uint32_t bit
   if (local_expert_id >= sources_.size()) return false;
   const std::lock_guard lock(compute_mutex_);
   const std::span<const std::byte> panels = experts_->resident_pieces(local_expert_id)[0];
-  if (byte >= panels.size()) return false;
+  if (byte >= panels.size() || is_panel_file(local_expert_id)) return false;
   const_cast<std::byte&>(panels[byte]) ^= static_cast<std::byte>(1u << (bit % 8));
   return true;
 }

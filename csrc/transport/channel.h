@@ -58,7 +58,7 @@ class Channel {
  public:
   virtual ~Channel() = default;
   virtual const SlotGeometry& geometry() const = 0;
-  virtual const char* kind() const = 0;  // "loopback", "shared", "unix" or "tcp"
+  virtual const char* kind() const = 0;  // "loopback", "shared", "unix", "tcp" or "fabric"
 
   // This side's outgoing slot, 64-byte aligned and writable from the acquisition of its credit
   // until publish().
@@ -68,9 +68,9 @@ class Channel {
   // on a slot or length out of range.
   virtual Status publish(uint32_t slot, size_t bytes) = 0;
   // Moves bytes in both directions without blocking, and returns the next complete incoming
-  // message, oldest first. Its bytes stay valid until the next message arrives in the same slot.
-  // Errors: kProtocol where the peer's index, slot or length is out of range, kWorkerLost on
-  // hang-up.
+  // message, oldest first. Its bytes stay valid until this side publishes in the same slot, or the
+  // next message arrives there. Errors: kProtocol where the peer's index, slot or length is out of
+  // range, kWorkerLost on hang-up.
   virtual Result<std::optional<Arrival>> poll() = 0;
 
   // Announces that this side is about to sleep, and says on what. `kind` is a wish: sockets always

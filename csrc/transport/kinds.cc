@@ -4,13 +4,14 @@
 
 #include <string>
 
+#include "transport/fabric/fabric.h"
 #include "transport/shared/shared_kind.h"
 #include "transport/stream/stream.h"
 
 namespace dflash::transport {
 namespace {
 
-constexpr TransportKind kKinds[] = {kSharedKind, kUnixKind, kTcpKind};
+constexpr TransportKind kKinds[] = {kSharedKind, kUnixKind, kTcpKind, kFabricKind};
 
 }  // namespace
 

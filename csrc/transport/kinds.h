@@ -37,6 +37,10 @@ struct PathTerms {
   bool is_open = false;
   int socket_buffer_bytes = 0;  // in each direction; 0 keeps the system's
   int user_timeout_ms = 0;      // TCP_USER_TIMEOUT; 0 keeps the system's
+  // The host's own numeric address on the network of the worker; empty stands for one machine.
+  std::string local_host = {};
+  // Whether a fabric may only be one behind which hardware moves the bytes.
+  bool is_fast_only = false;
 };
 
 // What one end hands to the other. It comes from the peer, so whoever takes it checks it.
@@ -89,6 +93,8 @@ struct TransportKind {
   // An authenticated connection (role data) then becomes the only descriptor of accept() at the
   // worker and of complete() at the host, and the session's pulse is dialled likewise.
   bool is_dialled;
+  // Whether messages travel in clear even where the dialled connections are encrypted.
+  bool is_clear = false;
   Result<std::unique_ptr<PathOffer>> (*offer)(const PathTerms& terms);
   // Makes the worker's end. Errors: kProtocol for an offer that does not fit, before any of it is
   // used.

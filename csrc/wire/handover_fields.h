@@ -149,7 +149,8 @@ struct HandoverTable<PathTermsMessage> {
                  field(5, "request_bytes", &PathTermsMessage::request_bytes),
                  field(6, "reply_bytes", &PathTermsMessage::reply_bytes),
                  field(7, "socket_buffer_bytes", &PathTermsMessage::socket_buffer_bytes),
-                 field(8, "user_timeout_ms", &PathTermsMessage::user_timeout_ms));
+                 field(8, "user_timeout_ms", &PathTermsMessage::user_timeout_ms),
+                 field(9, "local_host", &PathTermsMessage::local_host, kMaxHostBytes));
 };
 template <>
 struct HandoverTable<PathOffered> {

@@ -25,13 +25,14 @@
 
 namespace dflash::wire {
 
-inline constexpr uint16_t kHandoverVersion = 1;
+inline constexpr uint16_t kHandoverVersion = 2;
 inline constexpr size_t kHandoverTokenBytes = 32;
 // The most descriptors beside one message.
 inline constexpr size_t kMaxHandoverDescriptors = 8;
 inline constexpr size_t kControlLengthBytes = 4;
 inline constexpr size_t kMaxControlFrameBytes = 64 * 1024;
 inline constexpr size_t kMaxReasonBytes = 1024;
+inline constexpr size_t kMaxHostBytes = 64;  // of a numeric address
 inline constexpr size_t kMaxTensorNameBytes = 256;
 inline constexpr size_t kMaxPathBytes = 4096;  // kMaxHandoverBytes of transport/kinds.h
 
@@ -91,6 +92,7 @@ struct PathTermsMessage {
   uint64_t request_bytes = 0, reply_bytes = 0;
   uint64_t socket_buffer_bytes = 0;
   uint32_t user_timeout_ms = 0;
+  std::string local_host = {};  // as in transport::PathTerms
 };
 struct PathOffered {
   uint32_t worker = 0;

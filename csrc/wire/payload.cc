@@ -57,10 +57,10 @@ Result<ReplyLayout> ReplyLayout::of(uint32_t num_rows, uint32_t row_width, Dtype
 }
 
 void encode_reply_timing(const ReplyTiming& timing, std::span<std::byte, kReplyTimingBytes> out) {
-  std::fill(out.begin(), out.end(), std::byte{0});
   store_le<uint64_t>(static_cast<uint64_t>(timing.received_ns), out, 0);
   store_le<uint64_t>(static_cast<uint64_t>(timing.started_ns), out, 8);
   store_le<uint64_t>(static_cast<uint64_t>(timing.finished_ns), out, 16);
+  store_le<uint64_t>(static_cast<uint64_t>(timing.behind_ns), out, 24);
 }
 
 ReplyTiming decode_reply_timing(std::span<const std::byte, kReplyTimingBytes> bytes) {
@@ -68,6 +68,7 @@ ReplyTiming decode_reply_timing(std::span<const std::byte, kReplyTimingBytes> by
   timing.received_ns = static_cast<int64_t>(load_le<uint64_t>(bytes, 0));
   timing.started_ns = static_cast<int64_t>(load_le<uint64_t>(bytes, 8));
   timing.finished_ns = static_cast<int64_t>(load_le<uint64_t>(bytes, 16));
+  timing.behind_ns = static_cast<int64_t>(load_le<uint64_t>(bytes, 24));
   return timing;
 }
 

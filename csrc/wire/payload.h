@@ -35,11 +35,13 @@ struct ReplyLayout : ReplyOffsets {
 };
 
 // Worker-side times of one call, CLOCK_MONOTONIC of the worker's machine, nanoseconds. On the wire
-// these are kReplyTimingBytes, zero padded.
+// these are kReplyTimingBytes.
 struct ReplyTiming {
   int64_t received_ns = 0;  // the request was complete at the worker
   int64_t started_ns = 0;   // the computation began
   int64_t finished_ns = 0;  // the reply's rows were written
+  // How much of the time between received_ns and started_ns other hosts' requests took: a duration.
+  int64_t behind_ns = 0;
 };
 void encode_reply_timing(const ReplyTiming& timing, std::span<std::byte, kReplyTimingBytes> out);
 ReplyTiming decode_reply_timing(std::span<const std::byte, kReplyTimingBytes> bytes);

@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/expert_worker.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <deque>
@@ -17,6 +18,8 @@
 #include "wire/frame.h"
 #include "wire/payload.h"
 #include "wire/ragged.h"
+#include "worker/merged_batch.h"
+#include "worker/pieces.h"
 #include "worker/pulse.h"
 
 namespace dflash::worker {
@@ -63,14 +66,21 @@ struct ExpertWorker::State {
   // The rows of the reply, in memory that no other process can write. Serve thread only.
   std::vector<std::byte> reply_rows;
   wire::RaggedIndex index;      // serve thread only
+  PieceCutter pieces;           // serve thread only
   std::deque<Queued> queued;    // serve thread only; at most one per slot
   IdleSpin idle{0};             // serve thread only
   int64_t idle_since_ns = 0;    // serve thread only; 0 while there is work
   int64_t next_move_ns = 0;     // serve thread only
   std::optional<Error> broken;  // serve thread only: the channel's error during a computation
+  store::ComputeTurns::Account account;
+  MergedBatch merged;  // serve thread only
+  // Serve thread only: whether rows of this host have given sums that are out of range. They may do
+  // so again, and shall cost others no second computation of theirs.
+  bool is_apart = false;
 
   std::atomic<uint64_t> calls{0}, rows{0}, pairs{0}, request_bytes{0}, reply_bytes{0}, errors{0};
   std::atomic<int64_t> compute_ns{0}, queue_ns{0}, busy_since_ns{0};
+  std::atomic<uint64_t> batches{0}, batch_rows{0}, batch_sessions{0};
 
   // A request that has been found well-formed.
   struct Request {
@@ -88,6 +98,17 @@ struct ExpertWorker::State {
   void move_bytes(transport::Channel& channel);
   Status answer(transport::Channel& channel, const Queued& queued_request);
   Status check(Request& request);
+  Piece next_piece(const Request& request, const Piece& former);
+  compute::ForwardArgs arguments_of(const Request& request, const Piece& piece);
+  // What a request has taken so far: of computing its own share, and of waiting for what other
+  // sessions computed.
+  struct Spent {
+    int64_t computed_ns = 0, behind_ns = 0;
+  };
+  Status compute_next(const Request& request, Piece& piece, Spent& spent);
+  Status compute_turn(const Request& request, const Piece& piece,
+                      const store::ComputeTurns::Piece& offered, store::ComputeTurns::Turn& turn);
+  Status compute_alone(const Request& request, const Piece& piece);
   Status compute(const Request& request, int64_t received_ns);
   Status publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& header,
                        const Error& error);
@@ -139,9 +160,17 @@ WorkerStats ExpertWorker::stats() const {
   const State& s = *state_;
   constexpr auto relaxed = std::memory_order_relaxed;
   return WorkerStats{
-      s.calls.load(relaxed),         s.rows.load(relaxed),        s.pairs.load(relaxed),
-      s.request_bytes.load(relaxed), s.reply_bytes.load(relaxed), s.errors.load(relaxed),
-      s.compute_ns.load(relaxed),    s.queue_ns.load(relaxed),    s.busy_since_ns.load(relaxed)};
+      s.calls.load(relaxed),
+      s.rows.load(relaxed),
+      s.pairs.load(relaxed),
+      s.request_bytes.load(relaxed),
+      s.reply_bytes.load(relaxed),
+      s.errors.load(relaxed),
+      s.compute_ns.load(relaxed),
+      s.queue_ns.load(relaxed),
+      s.busy_since_ns.load(relaxed),
+      {s.batches.load(relaxed), s.batch_rows.load(relaxed), s.batch_sessions.load(relaxed)}
+  };
 }
 
 Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
@@ -162,6 +191,7 @@ void ExpertWorker::begin_session(uint64_t generation) {
   state_->idle = IdleSpin(state_->options.spin_ns);
   state_->idle_since_ns = 0;
   state_->broken.reset();
+  state_->is_apart = false;
 }
 
 Result<bool> ExpertWorker::serve_one(transport::Channel& channel) {
@@ -214,6 +244,7 @@ Status ExpertWorker::State::queue_up(transport::Channel& channel,
   if (queued.size() == channel.geometry().num_slots)
     return protocol_error("more requests than slots are under way");
   queued.push_back({arrival, now_ns()});
+  account.set_more(true);
   return ok();
 }
 
@@ -322,6 +353,91 @@ Status ExpertWorker::State::check(Request& request) {
                       request.payload);
 }
 
+Piece ExpertWorker::State::next_piece(const Request& request, const Piece& former) {
+  return pieces.next(index, former, request.shard->facts().num_local_experts,
+                     request.shard->turns().quiet_ns());
+}
+
+compute::ForwardArgs ExpertWorker::State::arguments_of(const Request& request, const Piece& piece) {
+  const wire::FrameHeader& asked = request.header;
+  const compute::FfnSpec& spec = request.shard->facts().spec;
+  compute::ForwardArgs args;
+  args.rows = request.payload.data() + request.layout.rows_offset +
+              size_t{piece.first_row} * spec.in_size * dtype_bytes(asked.request_dtype);
+  args.row_dtype = asked.request_dtype;
+  args.num_rows = piece.num_rows;
+  args.row_counts = index.row_counts().subspan(piece.first_row, piece.num_rows);
+  args.local_expert_ids = index.local_expert_ids().subspan(piece.first_pair, piece.num_pairs);
+  args.weights = index.weights().subspan(piece.first_pair, piece.num_pairs);
+  args.reply =
+      reply_rows.data() + size_t{piece.first_row} * spec.out_size * dtype_bytes(asked.reply_dtype);
+  args.reply_dtype = asked.reply_dtype;
+  return args;
+}
+
+// Computes the rows of a request behind `piece`, as many as one turn takes, or waits until another
+// session has computed them with its own.
+Status ExpertWorker::State::compute_next(const Request& request, Piece& piece, Spent& spent) {
+  DFLASH_TRY(request.shard->await_whole(progress));
+  Piece next = next_piece(request, piece);
+  store::ComputeTurns::Piece offered{request.shard, arguments_of(request, next), is_apart};
+  account.set_more(!queued.empty() || next.first_row + next.num_rows < request.header.num_rows);
+  const int64_t asked_ns = now_ns();
+  store::ComputeTurns::Turn turn(request.shard->turns(), &account);
+  const auto outcome = turn.await(progress, [this] { return is_stopped(); }, &offered);
+  if (outcome == store::ComputeTurns::Outcome::kOver)
+    return Error{ErrorCode::kClosed, "the data path ended before its turn to compute"};
+  if (outcome == store::ComputeTurns::Outcome::kTurn) {
+    next = next_piece(request, piece);  // others may have come, or gone, since it was asked for
+    offered.args = arguments_of(request, next);
+    Status done = compute_turn(request, next, offered, turn);
+    is_apart = is_apart || (!done.ok() && done.error().code == ErrorCode::kRange);
+    DFLASH_TRY(std::move(done));
+  }
+  piece = next;
+  spent.computed_ns += turn.share_ns();
+  if (!turn.was_alone()) spent.behind_ns += now_ns() - asked_ns - turn.share_ns();
+  batches.fetch_add(1, std::memory_order_relaxed);
+  batch_rows.fetch_add(turn.batch_rows(), std::memory_order_relaxed);
+  batch_sessions.fetch_add(turn.batch_sessions(), std::memory_order_relaxed);
+  return ok();
+}
+
+// Computes a piece, and what others wait with for the same weights, as far as these would be read
+// once more for that: the batch ends where each expert of the shard could have kPairsPerExpert.
+Status ExpertWorker::State::compute_turn(const Request& request, const Piece& piece,
+                                         const store::ComputeTurns::Piece& offered,
+                                         store::ComputeTurns::Turn& turn) {
+  const store::ShardFacts& facts = request.shard->facts();
+  const auto company = turn.take_company(size_t{kPairsPerExpert} * facts.num_local_experts);
+  const int64_t started_ns = now_ns();
+  const int64_t started_cpu_ns = options.slowdown > 1.0 ? thread_cpu_ns() : 0;
+  bool is_computed = false;
+  if (!company.empty()) {
+    is_computed =
+        request.shard
+            ->forward(merged.gather(offered.args, company, facts.spec.in_size, facts.spec.out_size),
+                      progress)
+            .ok();
+    if (is_computed)
+      merged.scatter();
+    else
+      turn.refuse_company();  // each learns from its own computation what is wrong with whose rows
+  }
+  if (!is_computed) DFLASH_TRY(compute_alone(request, piece));
+  if (options.slowdown > 1.0) emulate_slowness(thread_cpu_ns() - started_cpu_ns);
+  turn.answer_company(now_ns() - started_ns);
+  return ok();
+}
+
+Status ExpertWorker::State::compute_alone(const Request& request, const Piece& piece) {
+  Status done = request.shard->forward(arguments_of(request, piece), progress);
+  if (done.ok() || done.error().code != ErrorCode::kRange || piece.first_row == 0) return done;
+  // The error names a row of the piece. All rows up to here give that of the request.
+  const Piece all{0, piece.first_row + piece.num_rows, 0, piece.first_pair + piece.num_pairs};
+  return request.shard->forward(arguments_of(request, all), progress);
+}
+
 // Computes from the request's slot, and copies rows and header to the reply's slot once they are
 // summed up. Whatever is written over a shared slot, by a peer or a bug, then shows in the
 // checksum.
@@ -329,26 +445,19 @@ Status ExpertWorker::State::compute(const Request& request, int64_t received_ns)
   const wire::FrameHeader& asked = request.header;
   const size_t row_bytes = request.reply_payload_bytes - wire::kReplyTimingBytes;
   if (reply_rows.size() < row_bytes) reply_rows.resize(row_bytes);
-  compute::ForwardArgs args;
-  args.rows = request.payload.data() + request.layout.rows_offset;
-  args.row_dtype = asked.request_dtype;
-  args.num_rows = asked.num_rows;
-  args.row_counts = index.row_counts();
-  args.local_expert_ids = index.local_expert_ids();
-  args.weights = index.weights();
-  args.reply = reply_rows.data();
-  args.reply_dtype = asked.reply_dtype;
-  const int64_t started_ns = now_ns();
-  const int64_t started_cpu_ns = options.slowdown > 1.0 ? thread_cpu_ns() : 0;
-  DFLASH_TRY(request.shard->forward(args, progress));
-  if (options.slowdown > 1.0) emulate_slowness(thread_cpu_ns() - started_cpu_ns);
+  Spent spent;
+  for (Piece piece; piece.first_row + piece.num_rows < asked.num_rows;)
+    DFLASH_TRY(compute_next(request, piece, spent));
   progress.count_and_yield();  // may move bytes; nothing of the reply is in its slot yet
+  // Time behind other sessions is time in the queue, also where it lies between two pieces: it says
+  // nothing about how fast this worker computes.
   const int64_t finished_ns = now_ns();
-  compute_ns.fetch_add(finished_ns - started_ns, std::memory_order_relaxed);
+  const int64_t started_ns = finished_ns - spent.computed_ns;
+  compute_ns.fetch_add(spent.computed_ns, std::memory_order_relaxed);
   queue_ns.fetch_add(started_ns - received_ns, std::memory_order_relaxed);
 
   std::array<std::byte, wire::kReplyTimingBytes> timing;
-  wire::encode_reply_timing({received_ns, started_ns, finished_ns}, timing);
+  wire::encode_reply_timing({received_ns, started_ns, finished_ns, spent.behind_ns}, timing);
   Checksum sum;
   sum.update(timing);
   sum.update({reply_rows.data(), row_bytes});

@@ -32,9 +32,11 @@ struct LayerShard {
 };
 
 // Counts since the start, in bytes and nanoseconds; busy_since_ns is 0 while nothing is answered.
+// The time of a batch that several sessions had in common counts for each by its pairs.
 struct WorkerStats {
   uint64_t calls, rows, pairs, request_bytes, reply_bytes, errors;
   int64_t compute_ns, queue_ns, busy_since_ns;
+  store::BatchCounts own;  // the batches that requests of this session were in
 };
 
 class ExpertWorker {

@@ -24,7 +24,7 @@ from typing import Any
 from dflash_moe import _core, _measure
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
-from dflash_moe.errors import ConfigError, WorkerTimeout
+from dflash_moe.errors import ConfigError, UnsupportedError, WorkerTimeout
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.encryption import identity_of
@@ -36,13 +36,18 @@ from dflash_moe.topology import Topology
 # are all that counts.
 PAYLOADS_QUICK = (64, 4096, 8192, 65536, 1 << 20, 4 << 20)
 PAYLOADS_FULL = (64, 512, 4096, 8192, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
-KINDS = ("shared", "futex", "unix", "tcp", "tls", "loopback")
+KINDS = ("shared", "futex", "unix", "tcp", "tls", "fabric", "loopback")
 # These are measured, by their names in the table of transports. Loopback has no two processes.
-TRANSPORT_OF = {"shared": "shared", "futex": "shared", "unix": "unix", "tcp": "tcp", "tls": "tcp"}
+TRANSPORT_OF = {"shared": "shared", "futex": "shared", "unix": "unix", "tcp": "tcp", "tls": "tcp", "fabric": "fabric"}
 # The floor of a transport is a raw ping-pong of the same nature with one copy per direction.
-FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp", "tls": "tls"}
+FLOOR_OF = {
+    "shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp", "tls": "tls", "fabric": "fabric",
+}  # fmt: skip
 # A kind that adds to another one alternates with it too.
-ADDS_TO = {"tls": "tcp"}
+ADDS_TO = {"tls": "tcp", "fabric": "tcp"}
+# Both ends are threads of one process, as they are of every floor: what libfabric has of its own
+# does not survive a fork.
+IN_ONE_PROCESS = ("loopback", "fabric")
 # This is far above any round trip measured here, so that "spinning" means never to sleep.
 SPIN_NS = 50_000_000
 TIMEOUT_S = 60.0
@@ -85,9 +90,14 @@ def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResu
     described = {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": two_cores}
     # A row alternates with its own floor, not with other rows.
     result = recorder.begin("ipc", described, interleaved=False)
-    kinds = [kind for kind in params.kinds if two_cores or kind not in ("shared", "loopback")]
-    for kind in set(params.kinds) - set(kinds):
-        recorder.reporter.say(f"{kind}: skipped, spinning needs two cores")
+    lacking = {} if two_cores else dict.fromkeys(("shared", "loopback"), "spinning needs two cores")
+    try:
+        described["fabric_provider"] = _core.fabric_providers()[0].name
+    except UnsupportedError as error:
+        lacking["fabric"] = str(error)
+    kinds = [kind for kind in params.kinds if kind not in lacking]
+    for kind in set(params.kinds) & set(lacking):
+        recorder.reporter.say(f"{kind}: skipped, {lacking[kind]}")
     cases = [(kind, payload_bytes) for kind in kinds for payload_bytes in params.payloads]
     adds = params.adds if two_cores else ()
     total = len(cases) + len(adds) + len(params.calls)
@@ -169,10 +179,10 @@ def _round_trips(
     """
     slot_bytes = -(-payload_bytes // 64) * 64
     geometry = _core.Geometry(2, slot_bytes, slot_bytes)
-    if kind == "loopback":
-        return _loopback_round_trips(geometry, payload_bytes, rounds, warmup, pinned)
     if spin_ns is None:
-        spin_ns = SPIN_NS if kind == "shared" else 0
+        spin_ns = SPIN_NS if kind in ("shared", "loopback") else 0
+    if kind in IN_ONE_PROCESS:
+        return _round_trips_within(kind, geometry, payload_bytes, rounds, warmup, pinned, spin_ns)
     # Both ends are made here; each process then moves one of them and leaves the other alone.
     host, worker = _both_ends(kind, geometry)
     echo_pid = os.fork()
@@ -192,16 +202,16 @@ def _round_trips(
         os.waitpid(echo_pid, 0)
 
 
-def _loopback_round_trips(
-    geometry: _core.Geometry, payload_bytes: int, rounds: int, warmup: int, pinned: tuple[int, int]
+def _round_trips_within(
+    kind: str, geometry: _core.Geometry, payload_bytes: int, rounds: int, warmup: int, pinned: tuple[int, int], spin_ns: int
 ) -> list[int]:
     import threading
 
-    host, worker = _core.make_loopback(geometry)
+    host, worker = _core.make_loopback(geometry) if kind == "loopback" else _both_ends(kind, geometry)
     # The echo ends by itself when nothing has come for half a second.
-    echo = threading.Thread(target=_measure.ipc_echo, args=(worker, SPIN_NS, 0.5, pinned[1]), daemon=True)
+    echo = threading.Thread(target=_measure.ipc_echo, args=(worker, spin_ns, 0.5, pinned[1]), daemon=True)
     echo.start()
-    samples = _measure.ipc_round_trip(host, payload_bytes, rounds, warmup, SPIN_NS, TIMEOUT_S, pinned[0])
+    samples = _measure.ipc_round_trip(host, payload_bytes, rounds, warmup, spin_ns, TIMEOUT_S, pinned[0])
     echo.join(timeout=5)
     return samples
 

@@ -202,6 +202,13 @@ def copying_shown() -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def packing_shown() -> Iterator[Callable[[int, int], None]]:
+    """Gives the block what `Warming.write` takes as `report`. The bar vanishes at its end."""
+    with _shown("packing", LatestLine("packing: {1:,} of {2:,} {0}").report) as report:
+        yield lambda done, total: report("MiB", done >> 20, total >> 20)
+
+
+@contextmanager
 def _shown(doing: str, say: Callable[[str, int, int], None]) -> Iterator[Callable[[str, int, int], None]]:
     """Gives the block `say`, or bars where stderr is a terminal."""
     if not sys.stderr.isatty():

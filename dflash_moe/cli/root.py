@@ -34,6 +34,7 @@ COMMANDS = {
         "worker": "run one worker by hand, here or on another machine",
         "workers": "list, add, drain, restart workers of a running host",
         "top": "watch the workers of a running host",
+        "store": "what is kept on disk so that models start at once",
         "key": "make the key that host and workers share",
     },
     "Prove, measure": {
@@ -46,6 +47,8 @@ COMMANDS = {
     },
 }
 FOLDERS = {"bench", "chat", "doctor", "generate", "llama", "top"}
+# These have no line on the screen, whose lines are all taken: its end names them.
+UNLISTED = ("launch",)
 NAMES = tuple(name for commands in COMMANDS.values() for name in commands)
 # What other programs call a command, and what this one says to it.
 ELSEWHERE = {
@@ -70,10 +73,10 @@ class Root(Group):
     elsewhere = ELSEWHERE
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(NAMES)
+        return [*NAMES, *UNLISTED]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in NAMES and cmd_name not in self.commands:
+        if cmd_name in (*NAMES, *UNLISTED) and cmd_name not in self.commands:
             app = Commands()
             module = f"{cmd_name}.{cmd_name}" if cmd_name in FOLDERS else cmd_name
             found = importlib.import_module(f"dflash_moe.cli.{module}")
@@ -85,20 +88,22 @@ class Root(Group):
         return self.commands.get(cmd_name)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        # Without empty lines around it and before the end all of it fits a screen of 24 lines.
-        with formatter.indentation():
-            formatter.write_text(SUMMARY)
+        # Without empty lines around it and before the end, and with the heading of the first group
+        # in its line, all of it fits a screen of 24 lines.
+        formatter.write_text(f"{SUMMARY} {next(iter(COMMANDS))}:")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for group, commands in COMMANDS.items():
-            formatter.write_heading(group)
+        for number, (group, commands) in enumerate(COMMANDS.items()):
+            if number > 0:
+                formatter.write_heading(group)
             formatter.indent()
             formatter.write_dl([(name.ljust(max(map(len, NAMES))), text) for name, text in commands.items()])
             formatter.dedent()
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
-        formatter.write_text("`help COMMAND` says more. Also: version, -v, --install-completion, --debug")
+        also = ", ".join((*UNLISTED, "version", "-v", "--install-completion", "--debug"))
+        formatter.write_text(f"More: `help COMMAND`. Also: {also}")
 
 
 def build_app() -> typer.Typer:

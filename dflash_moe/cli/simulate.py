@@ -54,10 +54,10 @@ def simulate(
 ) -> None:
     """Look for wrong numbers, hangs and failed calls in virtual time.
 
-    Each seed draws a host, one to four workers and what breaks: processes die, freeze and come
-    back, networks are cut, messages are damaged. The client, the worker's loop and what decides
-    about lost workers are the product's own. Exit code 0 where every rule was kept, 1 where one was
-    broken; the seed then replays it.
+    Each seed draws a host or two that share their workers, one to four workers and what breaks:
+    processes die, freeze and come back, networks are cut, messages are damaged. The client, the
+    worker's loop and what decides about lost workers are the product's own. Exit code 0 where every
+    rule was kept, 1 where one was broken; the seed then replays it.
     """
     if seed is not None:
         if seeds is not None or hours is not None:
@@ -81,6 +81,9 @@ class Summary:
     seconds: float
     num_seeds: int = 0
     virtual_s: float = 0.0
+    virtual_s_of_two: float = 0.0  # of the seeds with two hosts
+    num_batches_of_two: int = 0  # that the workers of those computed
+    num_shared_batches: int = 0  # ... which had rows of both
     cpu_s: float = 0.0
     num_calls: int = 0
     num_succeeded: int = 0
@@ -96,6 +99,10 @@ class Summary:
         """Adds what one seed did."""
         self.num_seeds += 1
         self.virtual_s += report.virtual_s
+        if report.num_hosts > 1:
+            self.virtual_s_of_two += report.virtual_s
+            self.num_batches_of_two += report.num_batches
+            self.num_shared_batches += report.num_shared_batches
         self.cpu_s += cpu_s
         self.num_calls += report.num_calls
         self.num_succeeded += report.num_succeeded
@@ -121,6 +128,11 @@ class Summary:
         return {
             "seeds": self.num_seeds,
             "virtual_hours": self.virtual_s / 3600,
+            "two_hosts": {
+                "virtual_hours": self.virtual_s_of_two / 3600,
+                "batches": self.num_batches_of_two,
+                "shared_batches": self.num_shared_batches,
+            },
             "cpu_s": self.cpu_s,
             "calls": self.num_calls,
             "succeeded": self.num_succeeded,
@@ -211,6 +223,11 @@ def _show(summary: Summary) -> None:
     table.add_row("calls", f"{summary.num_calls:,}", f"{rate['calls']:,.0f}")
     table.add_row("faults", f"{sum(summary.faults.values()):,}", f"{rate['faults']:,.0f}")
     options.show(table)
+    two = plain["two_hosts"]
+    typer.echo(
+        f"two hosts shared the workers in {two['virtual_hours']:.2f} of the hours: {two['shared_batches']:,} of "
+        f"{two['batches']:,} batches had rows of both"
+    )
     failed = ", ".join(f"{name} {count}" for name, count in plain["failed"].items()) or "none"
     typer.echo(f"{summary.num_succeeded:,} calls gave the right bits; {summary.num_abandoned} were abandoned; errors: {failed}")
     verdict = f"{len(summary.failing)} of {summary.num_seeds} seeds broke a rule" if summary.failing else "no rule was broken"

@@ -16,6 +16,9 @@ import typer
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dflash_moe.protocol.keys import FileKey
     from dflash_moe.topology import Address, Topology, WorkerSpec
 
 
@@ -26,7 +29,11 @@ def worker(
     ],
     topology: Annotated[
         Path | None,
-        typer.Option("--topology", metavar="FILE", help="Topology file that lists the worker; must be given [default: none]."),
+        typer.Option(
+            "--topology",
+            metavar="FILE",
+            help="Topology file that lists the worker; must be given without --register [default: none].",
+        ),
     ] = None,
     listen: Annotated[
         str | None,
@@ -35,8 +42,13 @@ def worker(
         ),
     ] = None,
     key_file: Annotated[
-        Path | None,
-        typer.Option("--key-file", metavar="FILE", help="Key shared with the host, mode 0600; needed for TCP [default: none]."),
+        list[Path] | None,
+        typer.Option(
+            "--key-file",
+            metavar="FILE",
+            help="Key shared with the host, mode 0600; needed for TCP. With several --register, one for all or one for "
+            "each, in their order [default: none].",
+        ),
     ] = None,
     threads: Annotated[
         int | None,
@@ -57,26 +69,67 @@ def worker(
             "at once [default: 300; with --once 0].",
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Leave when the first host is done.")] = False,
+    max_sessions: Annotated[
+        int | None,
+        typer.Option(
+            "--max-sessions",
+            metavar="N",
+            help="Number of hosts at once, up to 64 [default: the topology's; 8 with --register, 1 with --once].",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Serve one host, and leave when it is done.")] = False,
+    register: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--register",
+            metavar="ADDR",
+            help="Dial the host at tcp://HOST:PORT and do not listen; once for each host [default: none].",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="BYTES", help="Bound of the weights, such as 8GiB; with --register [default: none]."),
+    ] = None,
 ) -> None:
-    """Run one worker by hand. It serves one host at a time and waits for the next one; Ctrl-C ends
-    it.
+    """Run one worker by hand. It listens and serves several hosts at once, or dials its hosts with
+    --register; Ctrl-C ends it.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in workers/start.py, for the same reason
     from dflash_moe.cli.model_path import DEMO, demo_model
+    from dflash_moe.topology.spec import DEFAULT_SESSIONS, MAX_SESSIONS
     from dflash_moe.workers.process import run_hand_started_worker
     from dflash_moe.workers.resident import KEEP_S
 
+    if str(model) == DEMO:
+        model = demo_model()
+    if max_sessions is not None and not 1 <= max_sessions <= MAX_SESSIONS:
+        raise ConfigError(f"--max-sessions {max_sessions}: allowed are 1..{MAX_SESSIONS}")
+    if register:
+        if topology is not None or listen is not None:
+            raise ConfigError(
+                "--register stands without --topology and --listen: the hosts' topologies say what the worker holds"
+            )
+        most = max_sessions or DEFAULT_SESSIONS
+        if len(register) > most:
+            raise ConfigError(
+                f"--register is there {len(register)} times, and --max-sessions is {most}: each host is a session"
+            )
+        code = _register(name, model, register, memory, key_file or [], threads, encryption, keep_s, is_once=once)
+        raise typer.Exit(code)
+    if key_file and len(key_file) > 1:
+        raise ConfigError("--key-file is there several times: a worker that listens has one key for all its hosts")
+    if memory is not None:
+        raise ConfigError("--memory belongs to --register; write `memory` into the topology")
     if topology is None:
         raise ConfigError("--topology is missing: it says how the worker is reached and what it may use")
     from dflash_moe.config import resolve_settings
     from dflash_moe.protocol.keys import read_key_file
     from dflash_moe.topology import Topology
 
-    if str(model) == DEMO:
-        model = demo_model()
     plan = Topology.load(topology)
-    settings = resolve_settings(plan.stated_settings, threads=threads, key_file=key_file, encryption=encryption)
+    settings = resolve_settings(
+        plan.stated_settings, threads=threads, key_file=key_file[0] if key_file else None, encryption=encryption
+    )
     spec = plan.worker(name)
     code = run_hand_started_worker(
         name=name,
@@ -85,14 +138,79 @@ def worker(
         key=read_key_file(settings.key_file) if settings.key_file else None,
         threads=settings.threads or spec.threads,
         memory_limit=spec.memory or 0,
+        max_sessions=max_sessions or spec.max_sessions,
         isa=settings.cpu_isa or "",
         is_once=once,
         buffer_bytes=settings.socket_buffer_bytes or 0,
         encryption=settings.encryption,
         keep_s=KEEP_S if keep_s is None else keep_s,
+        cache=settings.cache,
         on_ready=lambda address: _announce(name, address),
     )
     raise typer.Exit(code)
+
+
+def _register(
+    name: str, model: Path, heads: list[str], memory: str | None, key_files: list[Path], threads: int | None,
+    encryption: str | None, keep_s: float | None, *, is_once: bool,
+) -> int:  # fmt: skip
+    """Runs a worker that dials its hosts, and returns the exit code."""
+    from dflash_moe.config import resolve_settings
+    from dflash_moe.config.values import parse_bytes
+    from dflash_moe.topology.addresses import parse_dialled
+    from dflash_moe.topology.spec import NAME_FORM, is_worker_name
+    from dflash_moe.workers.process import run_registered_worker
+    from dflash_moe.workers.resident import KEEP_S
+
+    if not is_worker_name(name):
+        raise ConfigError(f"--name {name!r} is no name of a worker; allowed: {NAME_FORM}")
+    addresses = [parse_dialled(head, what="--register") for head in heads]
+    twice = next((one for one in addresses if addresses.count(one) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--register {twice} is there twice: a host takes a name once")
+    key_file = key_files[0] if key_files else None
+    settings = resolve_settings({}, threads=threads, key_file=key_file, encryption=encryption)
+    if settings.encryption == "off":
+        raise ConfigError("ipc.encryption is off, and connections of a worker that registers are always encrypted")
+    if not settings.key_file:
+        raise ConfigError(
+            f"--register {heads[0]}: the host wants a key; give --key-file FILE with the group's, or this worker's own"
+        )
+    files = key_files or [settings.key_file]
+    if len(files) not in (1, len(heads)):
+        raise ConfigError(
+            f"--key-file is there {len(files)} times and --register {len(heads)} times: give one, or one for each"
+        )
+    keys = [_read_key_of(name, file) for file in files] * (len(heads) // len(files))
+    try:
+        limit = parse_bytes(memory) if memory is not None else 0
+    except ValueError:
+        raise ConfigError(f"--memory {memory} is no amount of memory; write for example 8GiB") from None
+    return run_registered_worker(
+        name=name, model=model, heads=list(zip(addresses, keys, strict=True)), threads=settings.threads,
+        memory_limit=limit, isa=settings.cpu_isa or "", is_once=is_once, keep_s=KEEP_S if keep_s is None else keep_s,
+        cache=settings.cache, encryption=settings.encryption, on_ready=_announce_registering(name),
+    )  # fmt: skip
+
+
+def _read_key_of(name: str, file: Path) -> FileKey:
+    from dflash_moe.protocol.keys import read_any_key_file
+
+    key = read_any_key_file(file)
+    if key.worker not in ("", name):
+        raise ConfigError(
+            f"key file {file} is worker {key.worker}'s own, and this is worker {name}; make its key with "
+            f"`dflash-moe key make FILE --worker {name} --from GROUP`"
+        )
+    return key
+
+
+def _announce_registering(name: str) -> Callable[[Address], None]:
+    def announce(address: Address) -> None:
+        sys.stdout.write(f"worker {name} registers at {address}\n")
+        sys.stdout.flush()
+
+    return announce
 
 
 def _listen_address(plan: Topology, spec: WorkerSpec, listen: str | None) -> Address:

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from dflash_moe.config.activations import ACTIVATIONS
+from dflash_moe.config.cache import NO_CACHE, CacheSettings
 from dflash_moe.config.remedies import on_worker_loss
 from dflash_moe.config.resolve import check_environment, resolve_settings, stated_settings
 from dflash_moe.config.setting import SECTIONS, Setting
@@ -37,10 +38,12 @@ __all__ = [
     "MAX_BYTES",
     "MAX_REQUESTS",
     "MAX_THREADS",
+    "NO_CACHE",
     "SECTIONS",
     "SETTINGS",
     "SETTINGS_BY_NAME",
     "SIZE_FORMS",
+    "CacheSettings",
     "MemoryBudget",
     "Setting",
     "Settings",

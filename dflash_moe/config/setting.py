@@ -13,7 +13,7 @@ from dflash_moe.config.values import Parser
 from dflash_moe.errors import ConfigError, shown
 
 # The sections of a topology whose keys are settings of the table.
-SECTIONS = ("ipc", "host", "engine", "failure", "audit")
+SECTIONS = ("ipc", "host", "engine", "failure", "audit", "cache")
 # Keys of the topology itself that are settings of the table.
 ROOT_SETTINGS = ("preset",)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.config.activations import ACTIVATIONS
+from dflash_moe.config.cache import NO_PATH, CacheSettings
 from dflash_moe.config.setting import Setting
 from dflash_moe.config.values import (
     MAX_BACKOFF_MS,
@@ -21,6 +22,7 @@ from dflash_moe.config.values import (
     REMEDIES,
     SIZE_FORMS,
     MemoryBudget,
+    cache_folder,
     choice,
     choice_or_auto,
     choice_with_off,
@@ -42,6 +44,7 @@ from dflash_moe.config.values import (
     spin,
     switch,
     used_budget,
+    used_bytes,
     whole,
     whole_or_auto,
 )
@@ -52,7 +55,7 @@ CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 DTYPES = ("f32", "f16", "bf16")
 MODES = ("auto", "batched", "stream")
 NUMERICS = ("exact", "close")
-TRANSPORTS = ("auto", "shared", "stream")
+TRANSPORTS = ("auto", "shared", "stream", "fabric")
 ISAS = ("reference", "scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16", "avx2", "avx512", "avx512vnni", "avx512bf16")
 # The largest slice has so many tokens. The bound is one of slots, not of calls.
 MAX_TOKENS = 4096
@@ -100,8 +103,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "transport", "--transport", f"{_IPC}TRANSPORT", "ipc.transport",
         choice(*TRANSPORTS), ", ".join(TRANSPORTS), "auto",
-        "auto: shared on the same host, else stream",
-        "Data path to the workers: a named one fails where it cannot be had", "NAME",
+        "auto: shared on the same host, else stream; fabric where a worker allows it and hardware is there",
+        "Data path to the workers: a named one fails where it cannot be had; fabric is libfabric", "NAME",
     ),
     Setting(
         "dtype", "--dtype", f"{_IPC}DTYPE", "ipc.dtype", choice(*DTYPES), "f32, f16, bf16", None, "the model's own",
@@ -303,6 +306,23 @@ SETTINGS: tuple[Setting, ...] = (
         "Keeps keys and values of requests, for prompts that begin alike", "on|off",
     ),
     Setting(
+        "cache_path", None, f"{PREFIX}CACHE_PATH", "cache.path", cache_folder,
+        f"an absolute path, which may begin with ~, or {NO_PATH}", None, "$XDG_CACHE_HOME/dflash-moe, else ~/.cache/dflash-moe",
+        "Folder of what is kept on disk for the next start, on the machine of whoever keeps it; none: nothing is kept and "
+        "nothing read",
+        "DIR",
+    ),
+    Setting(
+        "cache_max_bytes", None, f"{PREFIX}CACHE_MAX_BYTES", "cache.max_bytes", used_bytes, f"above 0, {SIZE_FORMS}", None,
+        "half of what is free there", "Most bytes that are kept in that folder", "BYTES",
+    ),
+    Setting(
+        "cache_panels", None, f"{PREFIX}CACHE_PANELS", "cache.panels", on_off_or_auto, "auto, on, off", "auto", "auto",
+        "Packed experts kept on disk, so that the next start maps them instead of packing: where packing took over a second "
+        "and a fifth of the disk stays free (auto), always (on), never (off)",
+        "auto|on|off",
+    ),
+    Setting(
         "cpu_isa", None, f"{PREFIX}CPU_ISA", None, choice(*ISAS), ", ".join(ISAS), None, "best of this CPU",
         "Forces a CPU kernel set, for tests", "ISA",
     ),
@@ -379,6 +399,16 @@ class Settings:
     micro_batches: str = _default("micro_batches")
     speculate: str = _default("speculate")
     prefix_cache: bool = _default("prefix_cache")
+    # A folder, NO_PATH where nothing is kept, or None where nothing was said.
+    cache_path: Path | str | None = _default("cache_path")
+    cache_max_bytes: int | None = _default("cache_max_bytes")
+    cache_panels: str = _default("cache_panels")
     cpu_isa: str | None = _default("cpu_isa")
     handover: Path | None = _default("handover")
     handover_token_fd: str | None = _default("handover_token_fd")
+
+    @property
+    def cache(self) -> CacheSettings:
+        """The settings of what is kept on disk, as one value that can be handed over."""
+        path = self.cache_path if isinstance(self.cache_path, Path) else None
+        return CacheSettings(path, self.cache_path == NO_PATH, self.cache_max_bytes, self.cache_panels)

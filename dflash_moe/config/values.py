@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.cache import NO_PATH
+
 # This is 1 PiB: more is a typing error.
 MAX_BYTES = 1 << 50
 MAX_TIMEOUT_S = 86_400.0
@@ -267,6 +269,26 @@ def file_path(value: object) -> Path:
             # The path begins with ~NAME for a user that this machine does not have.
             raise ValueError from None
     raise ValueError
+
+
+def cache_folder(value: object) -> Path | str:
+    """Returns an absolute path, or the word NO_PATH. A relative path would mean another folder for
+    each folder that a command is called in.
+    """
+    if isinstance(value, str) and value.strip().lower() == NO_PATH:
+        return NO_PATH
+    path = file_path(value)
+    if not path.is_absolute():
+        raise ValueError
+    return path
+
+
+def used_bytes(value: object) -> int:
+    """Returns an amount of memory (`parse_bytes`), which must not be nothing."""
+    num_bytes = parse_bytes(value)
+    if not num_bytes:
+        raise ValueError
+    return num_bytes
 
 
 def socket_buffer(value: object) -> int:

@@ -73,8 +73,8 @@ class LLM:
             if tokenizer is None:
                 self._load_tokenizer(path)
             self.runtime = stack.enter_context(ExpertRuntime.start(topology, model=path, on_loading=on_loading, **overrides))
-            self.host = open_host(path, self.runtime)
             settings = self.runtime.settings
+            self.host = open_host(path, self.runtime, cache=settings.cache)
             self.forward = self.host.engine_forward(
                 settings.kv_memory, most_blocks(settings.max_context, settings.max_requests)
             )

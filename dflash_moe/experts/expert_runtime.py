@@ -26,9 +26,10 @@ from dflash_moe.holders.audit.contents import ContentsReport
 from dflash_moe.holders.fleet import ChannelDecorator, LoadingReport
 from dflash_moe.holders.holder import WorkerState
 from dflash_moe.holders.transports import check_paths
-from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
+from dflash_moe.model.spec import LayerSpec, ModelSpec
 from dflash_moe.placement import Placement
 from dflash_moe.protocol.failures import system_failure
+from dflash_moe.store.kept_spec import kept_model_spec
 from dflash_moe.topology import Topology, WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class ExpertRuntime:
         settings = resolve_settings(topology.stated_settings, **overrides)
         log.info("%s", on_worker_loss(settings))
         check_paths(topology, settings)
-        spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
+        spec = model if isinstance(model, ModelSpec) else kept_model_spec(Path(model), cache=settings.cache)
         parts = RuntimeParts(spec, topology, settings, overrides, channel_decorator=_channel_decorator)
         runtime = cls(parts)
         try:
@@ -266,8 +267,9 @@ class ExpertRuntime:
         The same counters and the workers' own times stand under `totals`, for each worker under
         `workers` and for each layer under `layers`. `auto` says what the cost model of every worker
         knows, chose and predicted since the mode was set (`WorkerForecast` as a dictionary), and
-        `numerics` what computes in which class. The mode in use and its reason are there too. After
-        `close()` the last values are returned.
+        `numerics` what computes in which class. The mode in use and its reason are there too.
+        `fabric_strangers` counts what reached this process's endpoints and was not from a worker's.
+        After `close()` the last values are returned.
         """
         return self._parts.report.stats()
 

@@ -119,6 +119,7 @@ class RuntimeReport:
             "wire_dtypes": placed.wire_dtypes,
             "numerics": describe_numerics(placed.spec.layers, placed.placement, placed.settings.numerics),
             "audit": self._audit.stats(),
+            "fabric_strangers": _core.fabric_strangers(),
             "transports": {member.name: member.transport for member in self._fleet.members.values()},
             **self._calls.step_counts(),
         }

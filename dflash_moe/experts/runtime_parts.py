@@ -27,6 +27,8 @@ from dflash_moe.holders.elastic import Elastic
 from dflash_moe.holders.events import HolderEvents
 from dflash_moe.holders.holder_lists import HolderLists
 from dflash_moe.holders.host_fallback import HostFallback
+from dflash_moe.holders.newcomers import Newcomers
+from dflash_moe.holders.panel_shards import say_what_is_written
 from dflash_moe.holders.path_keeper import PathKeeper
 from dflash_moe.holders.placed_experts import PlacedExperts
 from dflash_moe.holders.row_audit import Audit, Taps
@@ -89,6 +91,7 @@ class RuntimeParts:
             calls = ClientCalls(self.client, self._fleet, self.paths, self.fallback, self.audit)
             self.workers = WorkerKeeper(placed, calls, self.events)
             self.elastic = Elastic(self.client, placed, self.paths, self.workers, self.holders)
+            self.newcomers = Newcomers(placed, self.elastic)
             self.calls = ExpertCalls(self.client, placed)
             self.modes = ModeSwitch(self.client, placed, self.paths, self.calls, overrides)
             self.report = RuntimeReport(
@@ -137,29 +140,36 @@ class RuntimeParts:
         self._fleet.shards.learn(self.placed.held)
         self._control.start()
         self._is_running = True
+        self.newcomers.start()
+        say_what_is_written(self.placed)
 
     def note_end(self) -> None:
         """Takes what is told of a runtime that is closed, before it is; never raises."""
-        if self._is_running:
-            # A forked child owns neither workers nor counters, and the client refuses it.
+        if self._is_running and self._fleet.owner.is_here:
             with suppress(DflashError):
                 self.report.keep_last()
                 self.modes.explain()
 
     def end(self) -> None:
         """Ends a runtime that was closed or dropped; never raises. Its channels go once the last
-        call has left.
+        call has left. In a forked child it does nothing: workers and connections are the parent's,
+        and a lock of any part may be one that a thread of the parent held at the fork, which
+        nobody gives back in the child's copy.
         """
+        if not self._fleet.owner.is_here:
+            return
         self._is_over.set()
         self.calls.close()
         self.audit.call_off()
         self._fleet.shards.call_off()
         self.fallback.call_off()
+        self.newcomers.call_off()
         self.workers.call_off()
         self.paths.call_off()
         self.fallback.close()
         self._fleet.close()
         self._control.close()
+        self.newcomers.close()
         self.paths.close()
         self.workers.close()
         self.audit.close()

@@ -4,7 +4,8 @@
   all of it stays in torch (`torch_model`). Else modules and whole layers are taken one by one where
   they are proven (operators/takeover, `take_layers`). Where attention cannot be paged, nothing is
   taken, and `one_sequence` runs the model. `independence` proves that what stays in torch computes
-  each row by itself. `fitted` fits a model to this machine without a topology.
+  each row by itself. `kept_proofs` has what an earlier start proved. `fitted` fits a model to this
+  machine without a topology.
 - `forward` runs a step: rows of any sequences, a `StepContext` that is made once and passed, and
   at the end all tokens stored or none (`step_blocks` rolls back). `layer_loop` goes through the
   layers.

@@ -24,6 +24,7 @@ from dflash_moe.model.spec import LayerSpec
 from dflash_moe.placement.fit import Card, Fit, FitLayer, FitModel, FitWishes, HostNeeds, Machine, fit
 from dflash_moe.placement.fit_text import describe, speed_line
 from dflash_moe.protocol.devices import DeviceChoice, open_device
+from dflash_moe.store.machine_panels import panel_room
 from dflash_moe.telemetry.machine import memory_available, physical_cores
 from dflash_moe.telemetry.memory_speed import memory_bytes_per_s
 from dflash_moe.topology.numerics import CLASSES
@@ -115,7 +116,10 @@ def _wishes(settings: Settings) -> FitWishes:
     asked = settings.experts_on_card
     stated = settings.kv_memory
     is_stated = stated != Settings().kv_memory and stated.fraction is None
-    return FitWishes(asked if isinstance(asked, int) else None, settings.max_context, stated.num_bytes if is_stated else None)
+    return FitWishes(
+        asked if isinstance(asked, int) else None, settings.max_context, stated.num_bytes if is_stated else None,
+        panel_room(settings.cache),
+    )  # fmt: skip
 
 
 def _command(path: str | Path, settings: Settings) -> str:

@@ -19,6 +19,7 @@ from dflash_moe.forward.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.forward.forward import Forward, PackedForward, refuse_length
 from dflash_moe.forward.halves.micro_batches import MicroBatches
 from dflash_moe.forward.independence import find_dependence, find_far_dependence
+from dflash_moe.forward.kept_proofs import KeptProofs, circumstances
 from dflash_moe.forward.kv_budget import KvShape, block_bytes, kv_blocks, most_blocks
 from dflash_moe.forward.one_sequence import OneSequenceForward
 from dflash_moe.forward.paged_cache import PagedCache
@@ -41,7 +42,7 @@ from dflash_moe.operators.takeover import take_over
 
 if TYPE_CHECKING:
     from dflash_moe import _core
-    from dflash_moe.config import MemoryBudget
+    from dflash_moe.config import CacheSettings, MemoryBudget
     from dflash_moe.experts.expert_runtime import ExpertRuntime
 
 log = logging.getLogger(__name__)
@@ -79,11 +80,16 @@ def check_length(path: str | Path, max_tokens: int) -> None:
     refuse_length(load_config(Checkpoint.open(path)), max_tokens)
 
 
-def open_host(path: str | Path, runtime: ExpertRuntime, *, micro_batches: str | None = None, **options: Any) -> HostModel:
+def open_host(
+    path: str | Path, runtime: ExpertRuntime, *, micro_batches: str | None = None, cache: CacheSettings | None = None,
+    **options: Any,
+) -> HostModel:  # fmt: skip
     """Loads the model of `path` without its routed experts, which `runtime` computes, and takes it
     over as the runtime's settings say: host.operators, host.activations and those of the engine.
     Where torch's operators stay, as they do on a card, attention reads pages all the same.
     `micro_batches` is auto, 1 or 2 (forward/halves/micro_batches.py), by default the setting's.
+    With a `cache` what an earlier start proved is not proven again (forward/kept_proofs.py).
+    Without one, and with `options`, all of it is.
 
     Errors are those of `load_model` and `open_host_model`.
     """
@@ -94,6 +100,7 @@ def open_host(path: str | Path, runtime: ExpertRuntime, *, micro_batches: str | 
         with without_experts(model):
             packed, report = page_torch_model(model, kept, kv_memory=settings.kv_memory, kv_dtype=settings.kv_dtype, most=most)
         return HostModel(model, report, packed)
+    proofs = None if cache is None or options else KeptProofs(Path(path), runtime.spec.fingerprint, cache)
     checkpoint = Checkpoint.open(path)
     stored, stored_heads = _stored(checkpoint, runtime)
     model = load_model(path, runtime, without=stored, **options)
@@ -101,7 +108,7 @@ def open_host(path: str | Path, runtime: ExpertRuntime, *, micro_batches: str | 
     numerics = runtime.host_numerics_of(DTYPE_NAMES[model.dtype])
     host = open_host_model(
         model, runtime.host_pool, numerics=numerics, kv_memory=settings.kv_memory, kv_dtype=settings.kv_dtype, placed=placed,
-        most=most, stored_heads=stored_heads,
+        most=most, stored_heads=stored_heads, proofs=proofs,
     )  # fmt: skip
     if host.packed is None and stored:
         # torch computes it after all, with weights of its own.
@@ -142,11 +149,13 @@ def _why_torch(runtime: ExpertRuntime) -> str:
 def open_host_model(
     model: Any, pool: _core.HostPool, *, numerics: str, kv_memory: MemoryBudget, kv_dtype: str | None = None,
     placed: Sequence[Finding] = (), most: int = MAX_BLOCKS, stored_heads: Mapping[str, StoredHeads] | None = None,
+    proofs: KeptProofs | None = None,
 ) -> HostModel:  # fmt: skip
     """Takes over a model that `load_model` loaded on the processor; it is the engine's from then
     on. `numerics` is the class of its linear layers, and `kv_dtype` None keeps keys and values in
     the model's dtype, in `most` blocks at most. `placed` says what was packed as the checkpoint
     stores it, and `stored_heads` what expands the latents of an attention module and is to be.
+    `proofs` are those of earlier starts; where there are none, what is proven now is kept there.
 
     Errors: ConfigError where memory for one block of keys and values is missing, CheckpointError
     for damaged weights.
@@ -163,15 +172,31 @@ def open_host_model(
         report = take_over(model, pool, numerics, placed, probe.read_modules)
         torch.set_num_threads(1)
         packed, pages = _pages(model, dtype, pool, probe, latent, kv_memory, kv_dtype, most)
-        take_layers(packed, probe, pages, report)
+        classes = {name: heads.numerics for name, heads in (stored_heads or {}).items()}
+        under = "" if proofs is None else circumstances(packed, pool, (numerics, kv_dtype, classes), report)
+        known = None if proofs is None else proofs.find(under)
+        proven = take_layers(packed, probe, pages, report, known)
+        if known is not None and proven.layers != known.layers:
+            known = None
         for line in report.lines():
             log.info("%s", line)
-        report.not_independent = find_dependence(packed)
-        if not report.not_independent and packed.loop is None and _has_readers(packed, probe):
-            report.not_independent = find_far_dependence(packed)
+        proven.not_independent = _dependence(packed, probe) if known is None else known.not_independent
+        report.not_independent = proven.not_independent
+        if proofs is not None and known is None:
+            proofs.keep(under, proven)
     if report.not_independent:
         log.warning("%s: rows depend on their batch: %s", report.class_name, report.not_independent)
     return HostModel(model, report, packed)
+
+
+def _dependence(packed: PackedForward, probe: AttentionProbe) -> str:
+    """Returns the first module that computes a row otherwise in other company, an empty text where
+    none does.
+    """
+    found = find_dependence(packed)
+    if not found and packed.loop is None and _has_readers(packed, probe):
+        return find_far_dependence(packed)
+    return found
 
 
 def _has_readers(packed: PackedForward, probe: AttentionProbe) -> bool:

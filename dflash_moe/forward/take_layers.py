@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dflash_moe.forward.forward import PackedForward, StepRows
+from dflash_moe.forward.kept_proofs import ModelProven
 from dflash_moe.forward.layer_loop import LayerLoop
 from dflash_moe.forward.step_blocks import StepBlocks
 from dflash_moe.integrations.expert_route import Detours, ExpertRoute
@@ -109,15 +110,20 @@ class _BoundRoute:
         return bound
 
 
-def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, LayerPages], report: TakeoverReport) -> None:
+def take_layers(
+    packed: PackedForward, probe: AttentionProbe, pages: dict[str, LayerPages], report: TakeoverReport,
+    known: ModelProven | None = None,
+) -> ModelProven:  # fmt: skip
     """Puts host layers in the place of a model's decoder layers where they fit, and has the forward
-    pass loop over them where that gives the bits of the model's own.
+    pass loop over them where that gives the bits of the model's own. Returns how the proofs of both
+    ended. What `known` has of them is not proven again.
     """
+    proven = ModelProven()
     _drop_unasked_tables(packed)
     reason = _why_not_one_table(packed)
     if reason:
         report.findings.append(Finding("", report.class_name, reason=f"layers: {reason}"))
-        return
+        return proven
     model = packed.model
     buffers = BufferPool(packed.dtype)
     experts = {name: _RoutedExperts(module) for name, module in find_experts(model).items()}
@@ -129,21 +135,26 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
     for attention in sorted(probe.layers, key=lambda layer: layer.index):
         name = attention.module.rpartition(".")[0]
         layer = model.get_submodule(name)
-        found, reason, error = forms.find(name, layer, attention, pages[attention.module], probe.layer_calls[name])
+        before = None if known is None else known.layers.get(name)
+        found, one = forms.find(name, layer, attention, pages[attention.module], probe.layer_calls[name], before)
+        proven.layers[name] = one
         kind = type(layer).__name__
         if found is None:
-            report.findings.append(Finding(name, kind, reason=reason))
+            report.findings.append(Finding(name, kind, reason=one.reason))
             continue
         parent, _, child = name.rpartition(".")
         layers.append((parent, child, layer, found))
-        report.findings.append(Finding(name, kind, "layer", "attention and feed-forward blocks", excess=error))
+        report.findings.append(Finding(name, kind, "layer", "attention and feed-forward blocks", excess=one.excess))
     if layers:
         packed.buffers = buffers
     for parent, child, layer, found in layers:
         _keep_experts(layer, found)
         setattr(model.get_submodule(parent), child, found)
     if len(layers) == len(probe.layers):
-        _loop(packed, [found for _, _, _, found in layers])
+        is_proven = known.is_loop_proven if known is not None and known.layers == proven.layers else None
+        _loop(packed, [found for _, _, _, found in layers], is_proven)
+    proven.is_loop_proven = packed.loop is not None
+    return proven
 
 
 def _drop_unasked_tables(packed: PackedForward) -> None:
@@ -179,14 +190,20 @@ def _keep_experts(layer: nn.Module, found: HostLayer) -> None:
             place.add_module(last, module)
 
 
-def _loop(packed: PackedForward, layers: list[HostLayer]) -> None:
+def _loop(packed: PackedForward, layers: list[HostLayer], is_proven: bool | None) -> None:
+    """Has the forward pass loop over the layers where that gives the model's bits, of which
+    `is_proven` says whether it does; None asks for the proof.
+    """
     model = packed.model
     base = getattr(model, model.base_model_prefix, None)
     norms = [module for module in base.children() if isinstance(module, HostNorm)] if isinstance(base, nn.Module) else []
     head = model.get_output_embeddings()
-    if len(norms) != 1 or not isinstance(head, HostLinear):
+    if len(norms) != 1 or not isinstance(head, HostLinear) or is_proven is False:
         return
     loop = LayerLoop(packed.cache.pool, model.get_input_embeddings(), layers, norms[0], head, packed.rotary[0])
+    if is_proven:
+        packed.loop = loop
+        return
     expected = list(_probe_logits(packed, (model.get_input_embeddings(), norms[0], head)))
     packed.loop = loop
     found = _probe_logits(packed, (model.get_input_embeddings(), norms[0], head))

@@ -102,7 +102,7 @@ class HandedWorker:
         terms = PathTerms(
             worker=self.index, generation=generation, transport=wish.transport, num_slots=wish.num_slots,
             request_bytes=wish.request_bytes, reply_bytes=wish.reply_bytes,
-            socket_buffer_bytes=wish.socket_buffer_bytes, user_timeout_ms=USER_TIMEOUT_MS,
+            socket_buffer_bytes=wish.socket_buffer_bytes, user_timeout_ms=USER_TIMEOUT_MS, local_host=session.local_host,
         )  # fmt: skip
         tell(terms, ())
         offered, descriptors = self._next_offer()

@@ -103,7 +103,7 @@ class ClientCalls:
         with suppress(DflashError):  # the runtime was closed meanwhile
             for member in members:
                 index, life = member.client_index, member.life
-                self._client.set_remedy(index, life.is_coming or member.name in coming)
+                self._client.set_remedy(index, (life.is_coming and not member.has_left) or member.name in coming)
                 self._client.set_stand_in(index, member.name in able)
                 self._client.set_draining(index, life.state is State.DRAINING)
 
@@ -120,10 +120,12 @@ def tell_people(member: Holder) -> None:
         if gone:
             log_notices.log(min(gone, logging.WARNING), "worker %s is back (%s)", name, member.way)
         elif gone is None and not member.address.is_started_by_host:
-            log_notices.info("worker %s at %s is connected (%s)", name, member.address, member.way)
+            where = "" if member.address.is_registered else f" at {member.address}"
+            log_notices.info("worker %s%s is connected (%s)", name, where, member.way)
     elif life.state is State.LOST and gone == 0:
         is_wanted = life.reason == TOLD_TO_STOP
         again = "started again" if life.is_started_by_host else "dialled until it is back"
+        again = "waited for until it registers again" if member.address.is_registered else again
         coming = f"; it is {again}" if life.is_coming else ""
         member.told_gone = logging.INFO if is_wanted else logging.WARNING
         going = "has left" if is_wanted else "is lost"

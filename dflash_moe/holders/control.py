@@ -17,7 +17,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
-from dflash_moe.holders.owner import Owner
 from dflash_moe.protocol.control import ANSWER_S, error_fields, listen, receive_line, send_line
 from dflash_moe.protocol.framing import require_same_user
 
@@ -96,7 +95,6 @@ class ControlSocket:
 
     def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
         self._answer = answer
-        self._owner = Owner()
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -114,9 +112,7 @@ class ControlSocket:
             self.close()
 
     def close(self) -> None:
-        """Ends the socket and its threads; never raises, and does nothing in a forked child."""
-        if not self._owner.is_here:
-            return
+        """Ends the socket and its threads; never raises."""
         self._is_over.set()
         if self._listener is not None:
             with suppress(OSError):  # it wakes whoever waits for it

@@ -65,6 +65,8 @@ class Conversation:
         # so that those are awaited first, and thrown away.
         self._num_unanswered = 0
         self._on_notice = on_notice
+        # So many messages have come. Any thread may look at it.
+        self.num_received = 0
         # The worker's last word was that somebody told it to stop.
         self.has_left = False
         self._owner = Owner()
@@ -107,6 +109,11 @@ class Conversation:
     def is_encrypted(self) -> bool:
         """Whether nothing of it travels in clear. Any thread may ask."""
         return self._connection.is_encrypted
+
+    @property
+    def local_host(self) -> str:
+        """The numeric address of this end; empty where it has none. Any thread may ask."""
+        return self._connection.local_host
 
     def say(self, message: Message) -> None:
         """Sends a message that needs no answer. It never raises for a worker that is gone or
@@ -213,6 +220,7 @@ class Conversation:
                 message := self._connection.receive(deadline=turn.deadline, waiting_for=turn.doing), WeightsChanged
             ):
                 self._on_notice(message)
+            self.num_received += 1
             return message
         except PeerGone:
             raise self._loss(f"hung up before it could {turn.doing}") from None

@@ -20,14 +20,13 @@ from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import HANDSHAKE_S, Peer, authenticate_to_worker
 from dflash_moe.protocol.encryption import SETTING, Encryption
 from dflash_moe.protocol.failures import CrowdedOut, is_descriptor_limit, system_failure
-from dflash_moe.protocol.framing import Connection, PeerGone, require_same_user, size_buffers
+from dflash_moe.protocol.framing import Connection, PeerGone, require_same_user
 from dflash_moe.protocol.messages import Role
+from dflash_moe.protocol.tcp_sockets import CONNECT_S, connect_tcp
 from dflash_moe.topology.addresses import Address
 
 log = logging.getLogger(__name__)
 
-# A listener that is there accepts a connection within this time, even across a slow network.
-CONNECT_S = 5.0
 # A socket that may take no time at all would not wait for the answer of a listener that is there.
 LEAST_S = 0.001
 # These bound the pauses between two tries. The first try after a drop comes soon, because a
@@ -57,15 +56,20 @@ class CallOff:
     """
 
     def __init__(self) -> None:
-        self._is_given_up = threading.Event()
+        self._given_up = threading.Event()
         self._connection: Connection | None = None
 
     def give_up(self) -> None:
         """Ends the dialling under way and all that follow. Any thread may call."""
-        self._is_given_up.set()
+        self._given_up.set()
         connection = self._connection
         if connection is not None:
             connection.hang_up()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether `give_up` was called."""
+        return self._given_up.is_set()
 
     @contextmanager
     def covering(self, connection: Connection) -> Iterator[None]:
@@ -74,7 +78,7 @@ class CallOff:
         """
         self._connection = connection
         try:
-            if self._is_given_up.is_set():
+            if self._given_up.is_set():
                 # give_up() came too early to see this connection.
                 raise PeerGone("the start was given up")
             yield
@@ -83,7 +87,7 @@ class CallOff:
 
     def pause(self, seconds: float) -> bool:
         """Sleeps for so long, and returns False at once where the dialling is given up."""
-        return not self._is_given_up.wait(seconds)
+        return not self._given_up.wait(seconds)
 
 
 def connect_authenticated(
@@ -165,7 +169,7 @@ def dial(worker: str, address: Address, buffer_bytes: int = 0, *, deadline: floa
     """
     seconds = max(LEAST_S, min(CONNECT_S, deadline - time.monotonic()))
     try:
-        return _connect_unix(address.path, seconds) if address.path else _connect_tcp(address, buffer_bytes, seconds)
+        return _connect_unix(address.path, seconds) if address.path else connect_tcp(address, buffer_bytes, seconds)
     except TimeoutError:
         raise WorkerTimeout(
             f"worker {worker} at {address} did not accept a connection within {seconds:.1f} s", worker=worker
@@ -199,21 +203,3 @@ def _connect_unix(path: str, seconds: float) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _connect_tcp(address: Address, buffer_bytes: int, seconds: float) -> socket.socket:
-    """Does what socket.create_connection does, but sizes the buffers before TCP's handshake, in
-    which the window is agreed. Raises the OSError of the last address tried.
-    """
-    failed: OSError | None = None
-    for family, kind, protocol, _, target in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            size_buffers(sock, buffer_bytes)
-            sock.settimeout(seconds)
-            sock.connect(target)
-            return sock
-        except OSError as error:
-            sock.close()
-            failed = error
-    raise failed or OSError(f"{address.host} has no address")

@@ -58,6 +58,8 @@ END_S = 30.0
 # pauses between tries come on top.
 START_PHASES = 4
 MAX_DRAIN_S = 86_400.0
+# A worker that registers waits so long for a change that somebody asked for.
+CHANGE_S = 600.0
 SOURCE = "add_worker"
 
 
@@ -81,12 +83,15 @@ class Elastic:
 
     # -- one more worker ---------------------------------------------------------------------------
 
-    def add(self, wanted: WorkerSpec | Mapping[str, Any] | str) -> tuple[Place, ...]:
+    def add(self, wanted: WorkerSpec | Mapping[str, Any] | str, *, is_patient: bool = False) -> tuple[Place, ...]:
         """Does what `ExpertRuntime.add_worker` says, and returns the shards that the worker now
-        holds, as (position of the layer, id).
+        holds, as (position of the layer, id). One that registered by itself `is_patient` and waits
+        for the end of another change.
         """
         spec = read_spec(wanted)
-        with self._one_change():
+        with self._one_change(CHANGE_S if is_patient else 0.0):
+            if not is_patient and self._fleet.desk is not None:
+                self._fleet.desk.forgive(spec.name)
             self._check_arrival(spec)
             topology = replace(self._placed.topology, workers=(*self._placed.topology.workers, spec))
             asked, may_compute = self._classes_of(spec, topology)
@@ -119,9 +124,10 @@ class Elastic:
                 "adds nothing; leave the address out, or give one of another process"
             )
         for other in members.values():
-            if not address.is_started_by_host and str(other.address) == str(address):
+            if not address.is_registered and not address.is_started_by_host and str(other.address) == str(address):
                 raise ConfigError(f"worker {spec.name} is not added: worker {other.name} has the same address {address}")
-        check_paths(Topology((spec,), source=SOURCE), self._placed.settings)
+        registration = self._placed.topology.registration
+        check_paths(Topology((spec,), source=SOURCE, registration=registration), self._placed.settings)
 
     def _check_host(self, doing: str) -> None:
         if not self._placed.host_device.is_processor:
@@ -142,7 +148,8 @@ class Elastic:
 
     def _member_of(self, spec: WorkerSpec, numerics: str) -> Holder:
         address = spec.parsed_address
-        transport = choose_transport(spec.name, address, self._placed.settings.transport)
+        setting = self._placed.settings.transport
+        transport = choose_transport(spec.name, address, setting, fabric_clear=spec.fabric_clear)
         layout = "mapped" if spec.weights_layout == "mapped" else "packed"
         # The client knows a name by one number for ever.
         former = self._fleet.former.get(spec.name)
@@ -299,9 +306,9 @@ class Elastic:
         self._placed.use_threads(threads)
 
     @contextmanager
-    def _one_change(self) -> Iterator[None]:
+    def _one_change(self, patience_s: float = 0.0) -> Iterator[None]:
         self._fleet.owner.require_here()
-        if not self._changing.acquire(blocking=False):
+        if not self._changing.acquire(timeout=patience_s):
             raise ConfigError("another worker is being added, removed or started anew; wait until that is done")
         try:
             yield

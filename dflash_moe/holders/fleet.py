@@ -13,23 +13,26 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
-from dflash_moe.errors import WorkerLost
-from dflash_moe.holders.holder import Holder, restart_policy
+from dflash_moe.errors import UnsupportedError, WorkerError, WorkerLost
+from dflash_moe.holders.holder import Holder, asked_layout, restart_policy
 from dflash_moe.holders.launcher import Launcher, StartedWorker
 from dflash_moe.holders.loaded_shards import LoadedShards
 from dflash_moe.holders.local_worker import LocalWorker
 from dflash_moe.holders.membership import Life
 from dflash_moe.holders.owner import Owner
-from dflash_moe.holders.session import CALL_LIMIT, STALL_LIMIT, HostSession
+from dflash_moe.holders.registered_names import check_member
+from dflash_moe.holders.registration import RegistrationDesk
+from dflash_moe.holders.session import CALL_LIMIT, STALL_LIMIT, START_LIMIT, HostSession
 from dflash_moe.holders.threads import ThreadPlan
-from dflash_moe.holders.transports import choose_transport
+from dflash_moe.holders.transports import choose_transport, may_take_fabric
 from dflash_moe.placement.held_shards import HeldShard
 from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.model.spec import LayerSpec, ModelSpec
     from dflash_moe.topology import Topology, WorkerSpec
+    from dflash_moe.topology.registration import RegistrationSpec
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +97,8 @@ class Fleet:
         self._policy = restart_policy(settings, retries_unfit=retries_unfit)
         self._rng = random.Random()
         self._launcher: Launcher | None = None
+        # Where workers register, once the fleet has begun to start.
+        self.desk: RegistrationDesk | None = None
         self._key: bytes | None = None
         # Generations begin at a random number, so that the path of another session never has the
         # same one.
@@ -105,19 +111,23 @@ class Fleet:
         # runtime that nobody closed on that very thread.
         self._closing = threading.RLock()
         self._is_host_processor = True
+        # Those to which `auto` has found no way over a fabric.
+        self._without_fabric: set[str] = set()
         # This is set once a device of the host has refused to register read-only memory. Workers
         # that this host started then leave the segments of their replies writable for it.
         self.may_open_replies = False
         self.shards = LoadedShards(Path(spec.path), settings, self._isa, self.member_of)
 
-    def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
-        """Decides the address and transport of every holder, before anything is started. Raises
-        UnsupportedError and ConfigError.
+    def add_members(
+        self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str, slots: Collection[str]
+    ) -> None:
+        """Decides the address and transport of every holder, before anything is started. Those in
+        `slots` are mapped for lack of memory alone. Raises UnsupportedError and ConfigError.
         """
         self._is_host_processor = DeviceChoice.of_host(topology.host).is_processor
         for worker in topology.workers:
             address = worker.parsed_address
-            transport = choose_transport(worker.name, address, self._settings.transport)
+            transport = choose_transport(worker.name, address, self._settings.transport, fabric_clear=worker.fabric_clear)
             if worker.name in held:
                 first = held[worker.name][0]
                 # A worker computes in one numerics class. Where its entry in the topology states
@@ -127,8 +137,9 @@ class Fleet:
                 is_bound = worker.activations is not None and topology.placement.imposed is None
                 numerics = topology.numerics_of(worker.name) if is_bound else first.numerics
                 self.members[worker.name] = self.new_holder(
-                    worker.name, address, transport, numerics, first.layout, spec=worker, device=DeviceChoice.of(worker)
-                )
+                    worker.name, address, transport, numerics, first.layout, spec=worker, device=DeviceChoice.of(worker),
+                    has_slots=worker.name in slots,
+                )  # fmt: skip
             else:
                 log.info("worker %s holds no experts and is not started", worker.name)
         if host_name in held:
@@ -141,21 +152,39 @@ class Fleet:
 
     def new_holder(
         self, name: str, address: Address, transport: str, numerics: str, layout: str, *, spec: WorkerSpec | None = None,
-        device: DeviceChoice | None = None, client_index: int = -1,
+        device: DeviceChoice | None = None, client_index: int = -1, has_slots: bool = False,
     ) -> Holder:  # fmt: skip
-        """Makes a holder that is no member yet, with a life that has not begun."""
-        life = Life(name, self._policy, self._rng, address.is_started_by_host)
+        """Makes a holder that is no member yet, with a life that has not begun. `layout` is packed
+        or mapped, as it is placed; with `has_slots` it is mapped for lack of memory alone.
+        """
+        policy = self._policy
+        if address.is_registered:
+            # Waiting for it takes the place of longer pauses, which its own retries have.
+            policy = replace(policy, backoff_s=(policy.backoff_s[0], policy.backoff_s[0]))
+        life = Life(name, policy, self._rng, address.is_started_by_host)
+        device, cache = device or DeviceChoice(), self._settings.cache
+        slots_bytes = spec.memory or 0 if has_slots and cache.has_panels and spec is not None else 0
+        asked = asked_layout("packed" if slots_bytes else layout, spec, device, cache)
+        if asked != "stored" and spec is not None and spec.weights_layout == "stored":
+            why = "cache.path is none" if cache.is_off else "cache.panels is off"
+            log.warning("worker %s has weights_layout: stored, but %s: it packs its experts at each start", name, why)
         return Holder(
-            name, address, transport, numerics, layout, life, spec=spec, device=device or DeviceChoice(),
+            name, address, transport, numerics, asked, life, slots_bytes=slots_bytes, spec=spec, device=device,
             client_index=client_index,
         )  # fmt: skip
 
-    def start(self, key: bytes | None) -> None:
+    def start(self, key: bytes | None, registration: RegistrationSpec | None = None) -> None:
         """Starts or reaches every member and exchanges hello with it. `key` is the shared key that
-        `check_paths` returned. On an error the caller closes the fleet.
+        `check_paths` returned; workers register where `registration` says. On an error the caller
+        closes the fleet.
         """
         remote = [member for member in self.members.values() if member.transport != "loopback"]
         self._key = key
+        if registration is not None and key is not None:
+            self.desk = RegistrationDesk(registration, key, self._check_name, self._settings.socket_buffer_bytes or 0)
+            self.desk.start()
+            awaited = [member.name for member in remote if member.address.is_registered]
+            self.desk.await_all(awaited, timeout_s=self._settings.start_timeout_s, limit=START_LIMIT)
         for member in remote:
             started = self._launch(member) if member.address.is_started_by_host else None
             member.session = self._new_session(member, started)
@@ -165,6 +194,19 @@ class Fleet:
                 member.local = self.new_local(member)
                 member.numerics = member.local.numerics
         self._check_architectures()
+
+    def _check_name(self, name: str) -> bool:
+        """As RegistrationDesk asks."""
+        found = self._find(name)
+        if found is not None:
+            check_member(found)
+        elif name in self.former:
+            raise WorkerError(f"worker {name} was removed; add it again by name, and it is taken", worker=name)
+        return found is not None
+
+    def _find(self, name: str) -> Holder | None:
+        """Returns a member, or a worker that is just being added."""
+        return self.members.get(name) or self.arriving.get(name)
 
     def new_local(self, member: Holder) -> LocalWorker:
         """Makes the worker inside this process for a member that is one. Errors are those of
@@ -180,9 +222,11 @@ class Fleet:
             cpus=self._threads.cpus.get(member.name, ()),
             device=member.device,
             weights_layout=member.layout,
+            slots_bytes=member.slots_bytes,
             pool=self.host_pool if self._is_pooled(member) else None,
             scrub_s=self._settings.scrub_s,
             on_change=partial(self._on_damage, member),
+            cache=self._settings.cache,
         )
 
     def _check_architectures(self) -> None:
@@ -199,6 +243,7 @@ class Fleet:
             session_id=member.session_id,
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
             encryption=self._settings.encryption,
+            desk=self.desk if member.address.is_registered else None,
             on_notice=lambda told: self._on_damage(member, told.layer, told.shard, told.failure),
         )
 
@@ -258,7 +303,7 @@ class Fleet:
             if self._launcher is None:
                 self._launcher = Launcher()
             launcher = self._launcher
-        return launcher.start_worker(member.name, Path(self._spec.path))
+        return launcher.start_worker(member.name, Path(self._spec.path), self._settings.cache)
 
     def _greet(self, member: Holder) -> None:
         name = member.name
@@ -275,6 +320,7 @@ class Fleet:
             cpus=self._threads.cpus.get(name, ()),
             device=member.device,
             weights_layout=member.layout,
+            slots_bytes=member.slots_bytes,
             scrub_s=self._settings.scrub_s,
         )
         member.last_hello, member.numerics = reply, reply.numerics_class
@@ -330,7 +376,7 @@ class Fleet:
         """Returns a member, or a worker that is just being added. Raises WorkerLost for one that
         was removed meanwhile.
         """
-        found = self.members.get(name) or self.arriving.get(name)
+        found = self._find(name)
         if found is None:
             raise WorkerLost(f"worker {name} was removed", worker=name)
         return found
@@ -350,9 +396,8 @@ class Fleet:
             timeout_s, limit = (self.attach_timeout_s, CALL_LIMIT) if limit_s is None else (limit_s, STALL_LIMIT)
             session = member.require_session()
             is_open = self.may_open_replies and session.started is not None
-            channel, pulse_fd = session.attach(
-                slots, member.transport, generation, timeout_s=timeout_s, limit=limit, is_open=is_open
-            )
+            make = partial(session.attach, slots, generation=generation, timeout_s=timeout_s, limit=limit, is_open=is_open)
+            channel, pulse_fd = self._fast_path(member, session, make) or make(member.transport)
         try:
             channel = self._wrapped(member, channel)
         except BaseException:
@@ -361,6 +406,24 @@ class Fleet:
             raise
         member.slots = slots
         return channel, generation, pulse_fd
+
+    def _fast_path(
+        self, member: Holder, session: HostSession, make: Callable[..., tuple[_core.Channel, int]]
+    ) -> tuple[_core.Channel, int] | None:
+        """Makes a path over a fabric with hardware, where both ends have one and `auto` may use it.
+        Returns None where they do not, and leaves the member to its transport from then on.
+        """
+        if not may_take_fabric(member.spec, self._settings.transport) or member.name in self._without_fabric:
+            return None
+        if session.hello is not None and "fabric" in session.hello.capabilities:
+            try:
+                made = make("fabric", is_fast_only=True)
+                member.transport = "fabric"
+                return made
+            except UnsupportedError as error:
+                log.info("worker %s: transport %s, since %s", member.name, member.transport, error)
+        self._without_fabric.add(member.name)
+        return None
 
     def _wrapped(self, member: Holder, channel: _core.Channel) -> _core.Channel:
         """Returns what the client uses instead of a channel: a slower one where the topology asks
@@ -407,6 +470,8 @@ class Fleet:
             return
         with self._closing:
             self._is_closed = True
+        if self.desk is not None:
+            self.desk.close()
         members = [*self.members.values(), *self.arriving.values()]
         for member in members:
             if member.session is not None:

@@ -27,7 +27,7 @@ from dflash_moe.topology.addresses import Address
 if TYPE_CHECKING:
     import threading
 
-    from dflash_moe.config import Settings
+    from dflash_moe.config import CacheSettings, Settings
     from dflash_moe.topology import WorkerSpec
 
 # Why a worker is not there any more that said so itself.
@@ -64,6 +64,18 @@ class Parting:
     gone: Callable[[Holder], None]
 
 
+def asked_layout(decided: str, spec: WorkerSpec | None, device: DeviceChoice, cache: CacheSettings) -> str:
+    """Returns the layout that a holder is asked for, as Hello.weights_layout has it. The placement
+    has `decided` between packed and mapped, or this process on panels alone; `spec` is None for
+    experts in the host's own process.
+
+    Panels on disk are for processors, and none are used where this host's settings say so.
+    """
+    if decided != "packed" or not device.is_processor or not cache.has_panels:
+        return decided
+    return spec.weights_layout if spec is not None else "auto"
+
+
 def restart_policy(settings: Settings, *, retries_unfit: bool) -> RestartPolicy:
     """Returns the policy that the settings state."""
     first, longest = settings.restart_backoff_ms
@@ -88,13 +100,16 @@ class Holder:
     transport: str
     # All shards of a member have one class. Once it was greeted, this is the class of its card.
     numerics: str
-    # All shards of a member have one layout, packed or mapped.
+    # All shards of a member have one layout: packed or mapped, or packed and maybe mapped from
+    # panels on disk (auto, stored), as Hello.weights_layout has it.
     layout: str
 
     # How it lives: gone until the keeper of workers adopts it, and for ever where it computes in
     # this process. The keeper's thread alone changes it, under the keeper's lock.
     life: Life
 
+    # The bytes of memory for experts of a member that reads them from panels into slots, else 0.
+    slots_bytes: int = 0
     # The member that stands for the experts kept at the host has no entry among the workers.
     spec: WorkerSpec | None = None
     # This is the device that it computes on.
@@ -115,6 +130,8 @@ class Holder:
     slots: _core.SlotPlan | None = None
     last_exit: str = ""
 
+    # Of a worker that registers: it said goodbye when it left, so that nobody waits for it.
+    has_left: bool = False
     # What people were told of it last: the level of its going, 0 that it is there, None nothing.
     told_gone: int | None = None
     # Set by who lets it go, before the keeper hears of that.
@@ -145,8 +162,10 @@ class Holder:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """False for workers behind a TCP address of their own."""
-        return not self.address.host or self.address.is_loopback
+        """False for workers behind a TCP address of their own, and where they register from."""
+        if self.address.is_registered:
+            return self.session is not None and self.session.is_local
+        return not self.address.may_be_elsewhere
 
     @property
     def way(self) -> str:

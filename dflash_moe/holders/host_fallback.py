@@ -27,6 +27,7 @@ from dflash_moe.model.refusals import in_one_line
 from dflash_moe.placement.fallback import gaps, host_kernel_set
 from dflash_moe.placement.held_shards import holders_by_shard
 from dflash_moe.protocol.failures import is_passing
+from dflash_moe.store.machine_panels import ONLY_PANELS, PanelsMissing
 from dflash_moe.telemetry.spaced_log import SpacedLog
 from dflash_moe.topology import HOST
 from dflash_moe.topology.addresses import Address
@@ -221,16 +222,13 @@ class HostFallback:
         return {**found, "off": self.reason, "stand_ins": states, "shards_without": dict(self.gaps)}
 
     def call_off(self) -> None:
-        """From now on none is made; never raises, and does nothing in a forked child."""
-        if self._fleet.owner.is_here:
-            self._is_over.set()
+        """From now on none is made; never raises."""
+        self._is_over.set()
 
     def close(self) -> None:
         """Waits for the threads of those that were being made; never raises. What they made belongs
         to the fleet.
         """
-        if not self._fleet.owner.is_here:
-            return
         until = time.monotonic() + STOP_S
         for one in self._stand_ins.values():
             if one.thread is not None and one.thread is not threading.current_thread():
@@ -292,10 +290,19 @@ class HostFallback:
 
     def _make(self, one: _StandIn) -> Holder:
         """Maps the shards and makes the stand-in known to the client, which asks it for nothing
-        yet. Errors are those of a start.
+        yet: from panels, which compute as fast as the worker did, or else from the checkpoint.
+        Errors are those of a start.
         """
+        if self._placed.settings.cache.has_panels:
+            try:
+                return self._make_of(one, ONLY_PANELS)
+            except PanelsMissing as missing:
+                log.debug("the stand-in for worker %s maps the checkpoint: %s", one.worker, str(missing))
+        return self._make_of(one, "mapped")
+
+    def _make_of(self, one: _StandIn, layout: str) -> Holder:
         name = stand_in_name(one.worker)
-        member = self._fleet.new_holder(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, "mapped")
+        member = self._fleet.new_holder(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, layout)
         local = member.local = self._fleet.new_local(member)
 
         def take(*path: Any) -> None:

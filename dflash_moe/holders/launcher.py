@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config.cache import NO_CACHE, CacheSettings
 from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import KEY_BYTES
 from dflash_moe.protocol.failures import is_descriptor_limit, system_failure
@@ -125,9 +126,9 @@ class Launcher:
         self._thread = threading.Thread(target=self._run, name="dflash-launcher", daemon=True)
         self._thread.start()
 
-    def start_worker(self, name: str, model: Path) -> StartedWorker:
-        """Starts one worker process for the checkpoint at `model`; the caller owns what is
-        returned.
+    def start_worker(self, name: str, model: Path, cache: CacheSettings = NO_CACHE) -> StartedWorker:
+        """Starts one worker process for the checkpoint at `model`, which may keep on disk what
+        `cache` says; the caller owns what is returned.
 
         Errors: WorkerLost when the process cannot be created or `close` was called, WorkerTimeout
         when that takes longer than START_S, DflashError naming the limit when this process is out
@@ -138,7 +139,7 @@ class Launcher:
         def order() -> None:
             self._children = [child for child in self._children if child.process.returncode is None]
             try:
-                started = _spawn(name, model)
+                started = _spawn(name, model, cache)
                 self._children.append(started)
                 outcome.set_result(started)
             except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
@@ -181,7 +182,7 @@ def _end_unwanted(outcome: Future[StartedWorker]) -> None:
         outcome.result().close(seconds=0.0)
 
 
-def _spawn(name: str, model: Path) -> StartedWorker:
+def _spawn(name: str, model: Path, cache: CacheSettings) -> StartedWorker:
     key = secrets.token_bytes(KEY_BYTES)
     with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
         try:
@@ -195,7 +196,7 @@ def _spawn(name: str, model: Path) -> StartedWorker:
             kept.callback(log.close)
             os.write(key_write, key)
             process = subprocess.Popen(
-                _command(name, model, control_fd=theirs.fileno(), key_fd=key_read),
+                _command(name, model, cache, control_fd=theirs.fileno(), key_fd=key_read),
                 stdin=subprocess.DEVNULL,
                 stdout=log.fileno(),
                 stderr=log.fileno(),
@@ -211,11 +212,13 @@ def _spawn(name: str, model: Path) -> StartedWorker:
     return StartedWorker(name, process, ours, key, log)
 
 
-def _command(name: str, model: Path, *, control_fd: int, key_fd: int) -> list[str]:
+def _command(name: str, model: Path, cache: CacheSettings, *, control_fd: int, key_fd: int) -> list[str]:
+    # A worker inherits the environment, but neither topology nor arguments of its host.
     return [
         sys.executable, *ISOLATION, str(PACKAGE / "workers" / "start.py"),
         "dflash_moe", "worker", "--name", name, "--model", str(model),
         "--control-fd", str(control_fd), "--key-fd", str(key_fd), "--parent-pid", str(os.getpid()),
+        *cache.to_options(),
     ]  # fmt: skip
 
 

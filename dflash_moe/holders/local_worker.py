@@ -14,13 +14,14 @@ import threading
 from collections.abc import Callable
 
 from dflash_moe import _core
+from dflash_moe.config.cache import NO_CACHE, CacheSettings
 from dflash_moe.errors import DflashError, WorkerError, WorkerLost
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.ffn import FfnSpec
-from dflash_moe.model.scrub import HeldWeights, WeightScrub
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.identity import choose_numerics
+from dflash_moe.store.expert_store import ExpertStore
+from dflash_moe.store.scrub import HeldWeights, WeightScrub
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
 
 log = logging.getLogger(__name__)
@@ -38,13 +39,15 @@ class LocalWorker:
         self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
         device: DeviceChoice | None = None, weights_layout: str = "packed", pool: _core.HostPool | None = None,
         scrub_s: float = 0.0, on_change: Callable[[int, int, str], None] = lambda _layer, _shard, _failure: None,
+        cache: CacheSettings = NO_CACHE, slots_bytes: int = 0,
     ) -> None:  # fmt: skip
         """The worker computes on `device`, or where that is None on the processor with the kernel
         set `isa`. `cpus` are the CPUs that its threads are pinned to, one each, none if empty. With
         a `pool` its threads compute, on the call of whoever waits for a reply. Its weights are
         summed up again every `scrub_s` seconds, never where that is 0. `on_change` is told of
         those that changed in memory: layer, shard, and why they could not be loaded again, empty
-        where they were.
+        where they were. `cache` says what may be kept on disk. With the layout slots it keeps
+        experts in `slots_bytes` of memory.
 
         Raises UnsupportedError where the device or kernel set does not compute `numerics` or cannot
         be used, and ConfigError where the device or one of `cpus` is missing.
@@ -58,12 +61,21 @@ class LocalWorker:
         self.has_own_memory = (device or DeviceChoice()).has_own_memory
         # These are the free bytes of its card, 0 where it computes in the host's memory.
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0
-        self._store = ExpertStore(isa=isa, threads=threads, cpus=cpus, device=opened, weights_layout=weights_layout, pool=pool)
+        self._store = ExpertStore(
+            isa=isa,
+            threads=threads,
+            cpus=cpus,
+            device=opened,
+            weights_layout=weights_layout,
+            pool=pool,
+            cache=cache,
+            slots_bytes=slots_bytes,
+        )
         self._worker = _core.Worker(name=name, spin_ns=spin_ns, slowdown=slowdown)
         self._on_change = on_change
         self._scrub: WeightScrub | None = None
-        if scrub_s > 0:
-            self._scrub = WeightScrub(self._store, None, period_s=scrub_s, tell=self._tell_change)
+        if scrub_s > 0 or self._store.uses_panels:
+            self._scrub = WeightScrub(self._store, period_s=scrub_s)
             self._scrub.start()
         self._cpus = cpus
         self._is_inline = pool is not None
@@ -105,7 +117,8 @@ class LocalWorker:
         self._worker.hold(layer, shard, loan)
         if self._scrub is not None:
             name = f"layer {layer}, shard {shard}"
-            self._scrub.hold(HeldWeights(layer, shard, name, ffn, experts, weights_fingerprint, loan), checkpoint)
+            held = HeldWeights(layer, shard, name, ffn, experts, weights_fingerprint, loan, checkpoint, self._tell_change)
+            self._scrub.hold(held)
         return loan.content()[0]
 
     def ask_checksum(self, layer: int, shard: int) -> tuple[int | None, int]:
@@ -125,6 +138,7 @@ class LocalWorker:
         """
         with self._lock:
             self._stop()
+            self._store.begin_service()
             if not self._is_closed and self._is_inline:
                 return self._worker.serve_inline(slots.geometry, generation)
             if not self._is_closed:
@@ -140,10 +154,11 @@ class LocalWorker:
 
     def counters(self) -> dict[str, int]:
         """Returns the worker's own counters."""
-        return dict(self._worker.stats()) | (self._scrub.stats() if self._scrub is not None else {})
+        scrubbed = self._scrub.stats() if self._scrub is not None else {}
+        return dict(self._worker.stats()) | self._store.panel_counters() | scrubbed
 
-    def _tell_change(self, held: HeldWeights, _local_expert_id: int, failure: str) -> None:
-        self._on_change(held.layer, held.shard, failure)
+    def _tell_change(self, layer: int, shard: int, _local_expert_id: int, failure: str) -> None:
+        self._on_change(layer, shard, failure)
 
     def close(self) -> None:
         """Stops serving and frees the weights. It never raises; a thread that does not stop keeps
@@ -159,7 +174,7 @@ class LocalWorker:
             if self._scrub is not None:
                 self._scrub.close()
             self._worker.give_back()
-            self._store.drop_unborrowed()
+            self._store.close()
 
     def _serve(self, channel: _core.Channel, generation: int) -> None:
         pin_to_first(self._cpus)

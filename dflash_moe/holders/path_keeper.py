@@ -214,7 +214,7 @@ class PathKeeper:
         raises.
         """
         self._is_over.set()
-        if not self._thread.is_alive():  # never started; or this is a forked child
+        if not self._thread.is_alive():  # never started
             return
         with suppress(DflashError):
             self._client.wake_renewer()

@@ -97,10 +97,12 @@ class PlacedExperts:
 
     def greet(self) -> None:
         """Does all of `start` that comes before weights are loaded."""
-        self.fleet.add_members(self.topology, self.held, HOST)
-        self.fleet.start(self._key)
+        self.fleet.add_members(self.topology, self.held, HOST, self.placement.slots)
+        self.fleet.start(self._key, self.topology.registration)
         self._settle_classes()
-        check_memory(self.fleet.members, self.placement.bytes_by_holder(), self.held)
+        needed = self.placement.bytes_by_holder()
+        needed |= {name: member.slots_bytes for name, member in self.fleet.members.items() if member.slots_bytes}
+        check_memory(self.fleet.members, needed, self.held)
 
     def _settle_classes(self) -> None:
         """Plans the numerics classes again now that the cards have said which class they compute

@@ -189,9 +189,7 @@ class Audit:
             self._thread.start()
 
     def call_off(self) -> None:
-        """Ends the thread; never raises, and does nothing in a forked child."""
-        if not self._fleet.owner.is_here:
-            return
+        """Ends the thread; never raises."""
         self._is_over.set()
         self._taps.bell.ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -199,7 +197,7 @@ class Audit:
 
     def close(self) -> None:
         """Closes what the audit owns, once it is called off; never raises."""
-        if self._fleet.owner.is_here and not self._thread.is_alive():
+        if not self._thread.is_alive():
             self._twin.close()
             self._third.close()
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 
 from dflash_moe import _core
-from dflash_moe.errors import ProtocolError, UnsupportedError, WorkerLost, WorkerTimeout
+from dflash_moe.errors import DflashError, ProtocolError, UnsupportedError, WorkerLost, WorkerTimeout
 from dflash_moe.holders.conversation import Conversation, Turn
 from dflash_moe.holders.dialing import CallOff, Credentials, connect_authenticated
 from dflash_moe.holders.launcher import StartedWorker
 from dflash_moe.holders.owner import Owner
+from dflash_moe.holders.registration import RegistrationDesk
 from dflash_moe.protocol.auth import PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
 from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice
@@ -27,6 +28,7 @@ from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, re
 from dflash_moe.protocol.messages import (
     AUDIT_SINCE,
     CHECKSUMS_SINCE,
+    PANELS_SINCE,
     SESSION_ID_BYTES,
     Attach,
     Attached,
@@ -91,11 +93,13 @@ class HostSession:
         socket_buffer_bytes: int | None = None,
         encryption: str = "auto",
         on_notice: Callable[[WeightsChanged], None] = lambda _notice: None,
+        desk: RegistrationDesk | None = None,
     ) -> None:
         """`key` is the shared key, or None where no key file is named; `encryption` is the setting
         of this name. `session_id` is that of a former session with this worker, which ends where
         the worker still serves it; None takes a fresh one. `on_notice` is told of weights that
-        changed in the worker's memory, from whatever thread reads it.
+        changed in the worker's memory, from whatever thread reads it. A worker that registers comes
+        to the `desk`, and is never dialled.
         """
         self.name = name
         self.address = address
@@ -103,6 +107,9 @@ class HostSession:
         self.hello: HelloReply | None = None
         self.resident_bytes = 0
         self._key = key
+        self._desk = desk
+        # Whether both ends are addresses of this machine, once it is connected.
+        self.is_local = False
         # A worker that this host started has a key of its own, and Unix sockets do without.
         shared = started.key if started is not None else key
         self._encryption = Encryption(encryption, shared) if shared is not None else None
@@ -135,9 +142,32 @@ class HostSession:
         return self._conversation.connection.fileno() if self._conversation is not None else -1
 
     @property
+    def is_connected(self) -> bool:
+        """Whether it has a control connection, which may be broken and not closed yet."""
+        return self.fileno() >= 0
+
+    def answers(self, *, within_s: float) -> bool:
+        """Whether the worker says something within so many seconds, in answer to a question or
+        while it does what it was asked for. It never raises. One that is not greeted yet counts as
+        answering, because its start has a limit of its own.
+        """
+        conversation = self._conversation
+        if conversation is None or self.hello is None:
+            return conversation is not None
+        before = conversation.num_received
+        with suppress(DflashError):
+            self.ask_stats(timeout_s=within_s)
+        return conversation.num_received > before
+
+    @property
     def is_encrypted(self) -> bool:
         """Whether all connections of this session are encrypted, as its control connection is."""
         return self._conversation is not None and self._conversation.is_encrypted
+
+    @property
+    def local_host(self) -> str:
+        """This host's own numeric address on the way to the worker; empty on the same machine."""
+        return self._conversation.local_host if self._conversation is not None else ""
 
     def has_left(self) -> bool:
         """Whether the worker's last word was that somebody told it to stop. It reads what has come,
@@ -151,7 +181,7 @@ class HostSession:
         ProtocolError.
         """
         deadline = time.monotonic() + timeout_s
-        if self.started is None:
+        if self.started is None and self._desk is None:
             credentials = Credentials(
                 Role.CONTROL, self._key or PEER_CREDENTIAL_KEY, self._session_id, encryption=self._encryption
             )
@@ -160,11 +190,11 @@ class HostSession:
             )
             self._conversation = self._converse(connection)
             return
-        connection = Connection(self.started.control)
+        connection, key = self._given(deadline)
         self._conversation = self._converse(connection)
         try:
             self._peer = authenticate_to_worker(
-                connection, worker=self.name, role=Role.CONTROL, key=self.started.key, session_id=self._session_id,
+                connection, worker=self.name, role=Role.CONTROL, key=key, session_id=self._session_id,
                 generation=0, deadline=deadline,
             )  # fmt: skip
         except PeerGone:
@@ -174,6 +204,18 @@ class HostSession:
                 f"worker {self.name} did not finish the handshake within {timeout_s:g} s ({START_LIMIT}){self._quoted_log()}",
                 worker=self.name,
             ) from None
+
+    def _given(self, deadline: float) -> tuple[Connection, bytes]:
+        """Returns the connection of a worker that this host started, or that registers, and its
+        key.
+        """
+        if self.started is not None:
+            return Connection(self.started.control), self.started.key
+        if self._desk is None:
+            raise ProtocolError(f"worker {self.name}: nobody has given a connection")
+        taken = self._desk.take(self.name, deadline=deadline, is_given_up=lambda: self._call_off.is_given_up)
+        self.is_local = taken[0].is_local
+        return taken
 
     def _converse(self, connection: Connection) -> Conversation:
         return Conversation(self.name, connection, loss=self.loss, quote_log=self._quoted_log, on_notice=self._on_notice)
@@ -191,18 +233,22 @@ class HostSession:
         cpus: tuple[int, ...] = (),
         device: DeviceChoice | None = None,
         weights_layout: str = "packed",
+        slots_bytes: int = 0,
         scrub_s: float = 0.0,
     ) -> HelloReply:
         """Exchanges hello with the worker: it learns what it shall compute with and in which class,
         and both ends compare their facts. `device` None means the processor, an empty `isa` the
         worker's best kernel set, and 0 `threads` the worker's own choice. It sums its weights up
-        again every `scrub_s` seconds, never where that is 0.
+        again every `scrub_s` seconds, never where that is 0. `weights_layout` is that of Hello; a
+        worker of a version that knows no panels is asked for packed weights in place of them.
 
         Errors: ProtocolError naming the field and both values where the ends do not fit;
         UnsupportedError where the worker does not compute in class `numerics` or cannot use
         `device`; ConfigError where it lacks the device or one of `cpus`; WorkerLost, WorkerTimeout.
         """
         place = device or DeviceChoice()
+        if weights_layout != "mapped" and self._peer is not None and self._peer.protocol_minor < PANELS_SINCE:
+            weights_layout = "mapped" if slots_bytes else "packed"
         message = Hello(
             package_version=__version__,
             worker=self.name,
@@ -220,6 +266,7 @@ class HostSession:
             device=place.device,
             simulate=place.simulate,
             weights_layout=weights_layout,
+            slots_bytes=slots_bytes,
             start_timeout_s=timeout_s,
             scrub_s=scrub_s,
         )
@@ -271,6 +318,7 @@ class HostSession:
         timeout_s: float,
         limit: str = CALL_LIMIT,
         is_open: bool = False,
+        is_fast_only: bool = False,
     ) -> tuple[_core.Channel, int]:
         """Builds a data path over `transport`, a name in the table of transports. Returns the
         host's channel and the pulse descriptor, both the caller's; the descriptor is -1 except for
@@ -278,10 +326,12 @@ class HostSession:
 
         `is_open` asks for replies in memory that a device of this process can register, where the
         transport has such. It lifts the seal against writing, so that only a worker which this host
-        started is asked.
+        started is asked. `is_fast_only` offers of a fabric only what hardware moves. Raises
+        UnsupportedError where the ends have nothing in common.
         """
         wish = self.wish(slots, transport, generation, is_open=is_open)
-        offer = _core.offer_path(transport, terms_of(wish))
+        terms = terms_of(wish, local_host=self.local_host, is_fast_only=is_fast_only)
+        offer = _core.offer_path(transport, terms)
         answer = self.relay(wish, offer.payload, offer.descriptors, timeout_s=timeout_s, limit=limit, takes_secured=True)
         with Descriptors() as held:
             if answer.has_pulse:
@@ -329,6 +379,8 @@ class HostSession:
         doing = f"attach a {wish.transport} data path"
         secured: list[_core.SecureSocket] | None = [] if takes_secured else None
         build = self._dialled_path if TRANSPORTS[wish.transport].is_dialled else self._passed_path
+        if self._desk is not None:
+            build = self._registered_path
         with self._turn(doing, timeout_s, limit) as turn, Descriptors() as held:
             try:
                 payload = build(turn, replace(wish, offer=offered), descriptors, held, secured)
@@ -368,6 +420,24 @@ class HostSession:
                 raise ProtocolError(f"worker {self.name}: Attached came before Listening")
             held.hold(turn.take_descriptors(attached.num_descriptors))
             held.hold(dialled.take_all())
+        return attached.answer
+
+    def _registered_path(
+        self, turn: Turn, wish: Attach, passed: Sequence[int], held: Descriptors, secured: list[_core.SecureSocket] | None
+    ) -> bytes:
+        """Asks for a path whose connections the worker dials; otherwise as `_dialled_path`."""
+        if passed or self._desk is None:
+            raise ProtocolError(f"worker {self.name}: {len(passed)} descriptors were offered for a {wish.transport} data path")
+        awaited = [(Role.DATA, wish.generation)] + ([(Role.PULSE, 0)] if wish.has_pulse else [])
+        with self._desk.expecting(self.name, self._require_peer(), awaited) as mailbox:
+            attached = turn.ask(wish, Attached)
+            held.hold(turn.take_descriptors(attached.num_descriptors))
+            for role, generation in awaited:
+                arrived = mailbox.collect(role, generation, seconds=max(0.0, turn.deadline - time.monotonic()))
+                if role is Role.DATA and secured is not None and not isinstance(arrived, int):
+                    secured.append(arrived)
+                else:
+                    held.hold([self._plain(role, arrived)])
         return attached.answer
 
     def _dial_back(
@@ -491,7 +561,8 @@ class HostSession:
         if self.started is not None:
             text = f"worker {self.name} {what}; {self.started.describe_exit(seconds=EXIT_STATUS_S)}"
             return WorkerLost(text, worker=self.name)
-        return WorkerLost(f"worker {self.name} at {self.address} {what}; look at its own output there", worker=self.name)
+        where = f"at {self.address}" if self._desk is None else "(registered)"
+        return WorkerLost(f"worker {self.name} {where} {what}; look at its own output there", worker=self.name)
 
     def _quoted_log(self) -> str:
         tail = self.started.log.tail() if self.started is not None else ""

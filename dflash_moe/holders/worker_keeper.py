@@ -80,8 +80,7 @@ def _because(reason: str) -> str:
 
 class WorkerKeeper:
     """Keeps the members of a fleet that are other processes, from their adoption until they are no
-    members any more. Any thread may call its public methods. `call_off` and `close` end it, and do
-    nothing in a forked child.
+    members any more. Any thread may call its public methods. `call_off` and `close` end it.
     """
 
     def __init__(self, placed: PlacedExperts, calls: Calls, events: HolderEvents) -> None:
@@ -204,6 +203,8 @@ class WorkerKeeper:
             return f"it is left alone{why}: runtime.release({name!r}) starts it again"
         if kept.life.is_started_by_host:
             return "it is being started again, and calls that need it work once it has loaded"
+        if kept.address.is_registered:
+            return "it is waited for until it registers again"
         return "it is dialled again until it is back"
 
     # -- the end -----------------------------------------------------------------------------------
@@ -212,8 +213,6 @@ class WorkerKeeper:
         """From now on nothing is started, and what is under way is cut short; never raises. Workers
         that are ready stay as they are.
         """
-        if not self._fleet.owner.is_here:  # the parent's threads may hold the lock in this copy
-            return
         self._is_over.set()
         with self._changed:
             self._changed.notify_all()
@@ -228,8 +227,6 @@ class WorkerKeeper:
 
     def close(self) -> None:
         """Closes what the keeper owns; never raises."""
-        if not self._fleet.owner.is_here:
-            return
         for kept in self._kept():
             kept.close_pidfd()
 
@@ -322,6 +319,7 @@ class WorkerKeeper:
         session = kept.session
         if event.what is Happening.LOST and kept.life.serves and session is not None and session.has_left():
             event = replace(event, reason=TOLD_TO_STOP)
+            kept.has_left = kept.address.is_registered
         with self._lock:
             before = kept.life.state
             orders = kept.life.on(event, time.monotonic())
@@ -405,6 +403,7 @@ class WorkerKeeper:
 
     def _start(self, kept: Holder) -> Happening:
         self._fleet.start_again(kept)
+        kept.has_left = False
         return Happening.STARTED
 
     def _join(self, kept: Holder) -> Happening:

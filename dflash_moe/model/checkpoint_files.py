@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from dflash_moe.errors import CheckpointError, DflashError, shown
 from dflash_moe.model.formats.gguf_header import is_gguf
@@ -23,6 +25,10 @@ SINGLE_NAME = "model.safetensors"
 MAX_SPLITS = 999
 # No file system of Linux takes a longer name.
 MAX_NAME_BYTES = 255
+
+# A file that was changed so recently may change again without another time of change: the kernel
+# dates changes by ticks of 1 to 10 ms.
+SETTLED_NS = 50_000_000
 
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
@@ -45,6 +51,24 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
         names = ", ".join(model[0].name for model in models[:4]) + (", ..." if len(models) > 4 else "")
         raise CheckpointError(f"checkpoint {path}: has {len(models)} GGUF models ({names}); pass the path of one file")
     return models[0] if models else ()
+
+
+def checkpoint_path(path: Path) -> Path:
+    """Returns the `Checkpoint.path` of what somebody calls `path`: the folder, or the first part of
+    a GGUF model. Raises CheckpointError as `find_gguf`.
+    """
+    parts = find_gguf(path)
+    return parts[0] if parts else path
+
+
+def checkpoint_files(path: Path) -> tuple[Path, ...]:
+    """Returns every file with weights, and the index where there is one. Raises CheckpointError
+    where one is missing.
+    """
+    if parts := find_gguf(path):
+        return parts
+    files, listed = list_safetensors(path)
+    return (*files, path / INDEX_NAME) if listed else files
 
 
 def list_safetensors(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
@@ -147,6 +171,33 @@ def _what_is_there(directory: Path) -> str:
     return f"{wanted}; pass the folder that config.json and *.safetensors are in, or a GGUF file"
 
 
+class FileState(NamedTuple):
+    """What tells one state of a file from another. Nobody can set when its entry was changed last.
+    The times are in nanoseconds since 1970.
+    """
+
+    name: str  # without its folder
+    device: int
+    inode: int
+    num_bytes: int
+    contents_ns: int
+    entry_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileState:
+        """Looks at a file, without opening it. Raises OSError."""
+        one = os.stat(file)
+        return cls(file.name, one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns)
+
+
+def are_settled(states: Iterable[FileState]) -> bool:
+    """Says whether every change after these states, which were looked at just now, will show in
+    others.
+    """
+    now = time.time_ns()
+    return all(state.entry_ns <= now - SETTLED_NS for state in states)
+
+
 class SeenFiles:
     """The files of a checkpoint as they were at one time: device, inode, size, and when contents
     and entry were changed last. Nobody can set the last of these. Any thread may ask.
@@ -157,27 +208,23 @@ class SeenFiles:
         CheckpointError where one is missing or cannot be read.
         """
         self._model = model
-        files = find_gguf(model)
-        if not files:
-            files, listed = list_safetensors(model)
-            files = (*files, model / INDEX_NAME) if listed else files
-        self._files = files
-        self._states = self._look()
-        if self._states is None:
+        self._files = checkpoint_files(model)
+        seen = self._look()
+        if seen is None:
             raise CheckpointError(f"checkpoint {model}: one of its files is gone; copy them again")
+        self.states: Final = seen
 
     def are_unchanged(self) -> bool:
         """Says whether the files are what they were. It opens none of them, and takes no
         descriptor. Raises DflashError where the system does not say, which says nothing about them.
         """
-        return self._look() == self._states
+        return self._look() == self.states
 
-    def _look(self) -> tuple[tuple[int, ...], ...] | None:
+    def _look(self) -> tuple[FileState, ...] | None:
         try:
-            found = [os.stat(file) for file in self._files]
+            return tuple(FileState.of(file) for file in self._files)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             text = f"checkpoint {self._model}: {error.filename} cannot be looked at: {error.strerror}"
             raise DflashError(text, code="system") from None
-        return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)

@@ -167,7 +167,7 @@ class FfnSpec:
     def to_wire(self) -> dict[str, Any]:
         """Returns a map of scalars, texts and lists for patterns. Absent tensors are left out."""
         wire: dict[str, Any] = {key: getattr(self, key) for key in (*_SIZES, *_NUMBERS, "activation", "gate")}
-        for key in _TENSORS:
+        for key in TENSOR_KEYS:
             pattern: TensorPattern | None = getattr(self, key)
             if pattern is not None:
                 wire[key] = pattern.to_wire()
@@ -194,7 +194,7 @@ class FfnSpec:
         values = dict(wire)
         for key in _NUMBERS:
             values[key] = _checked_number(key, wire[key])
-        for key in _TENSORS:
+        for key in TENSOR_KEYS:
             if key in wire:
                 values[key] = TensorPattern.from_wire(key, wire[key])
         spec = cls(**values)
@@ -219,10 +219,10 @@ class FfnSpec:
 _SIZES = ("in_size", "intermediate_size", "out_size")
 _NUMBERS = ("alpha", "up_offset", "gate_max", "up_limit")
 _SCALES = ("gate_scale_tensor", "up_scale_tensor", "down_scale_tensor")
-_TENSORS = (
+TENSOR_KEYS = (
     "up_tensor", "down_tensor", "gate_tensor", "gate_bias_tensor", "up_bias_tensor", "down_bias_tensor", *_SCALES,
 )  # fmt: skip
-_KEYS = (*_SIZES, *_NUMBERS, "activation", "gate", *_TENSORS)
+_KEYS = (*_SIZES, *_NUMBERS, "activation", "gate", *TENSOR_KEYS)
 
 
 def _refused(field: str, found: Any, allowed: str) -> ProtocolError:

@@ -76,16 +76,21 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
     Errors: CheckpointError naming file and tensor, UnsupportedError naming class and field,
     ConfigError for the dtype.
     """
-    if dtype is not None and dtype not in FLOATS:
-        raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(FLOATS)}")
+    check_dtype(dtype)
     checkpoint = Checkpoint.open(path)
     return spec_of(checkpoint, load_architecture(checkpoint), dtype)
 
 
+def check_dtype(dtype: str | None) -> None:
+    """Raises ConfigError for a dtype in which no model runs."""
+    if dtype is not None and dtype not in FLOATS:
+        raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(FLOATS)}")
+
+
 def spec_of(checkpoint: Checkpoint, architecture: Architecture, dtype: str | None = None) -> ModelSpec:
     """Derives the layers of an opened checkpoint, with the errors of `model_spec`."""
-    if any(name.endswith(INPUT_SCALE) for name in checkpoint.tensors):
-        log.warning("checkpoint %s: its static scales of activations (%s) are ignored", checkpoint.path, INPUT_SCALE)
+    if has_ignored_scales(checkpoint):
+        say_ignored_scales(checkpoint.path)
     conversion = Conversion.of(architecture.model, checkpoint)
     formulas = {name: recognise(module) for name, module in architecture.experts.items()}
     ffns = {name: _derive_ffn(name, module, formulas[name], conversion) for name, module in architecture.experts.items()}
@@ -97,6 +102,16 @@ def spec_of(checkpoint: Checkpoint, architecture: Architecture, dtype: str | Non
         layers.append(_layer(index, name, module, ffns[name], architecture, checkpoint))
     config_name = type(architecture.config).__name__
     return ModelSpec(tuple(layers), dtype, checkpoint.fingerprint(), config_name, str(checkpoint.path))
+
+
+def has_ignored_scales(checkpoint: Checkpoint) -> bool:
+    """Says whether a checkpoint has scales for activations, which nothing here applies."""
+    return any(name.endswith(INPUT_SCALE) for name in checkpoint.tensors)
+
+
+def say_ignored_scales(path: Path) -> None:
+    """Logs that a checkpoint's scales for activations are ignored."""
+    log.warning("checkpoint %s: its static scales of activations (%s) are ignored", path, INPUT_SCALE)
 
 
 def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:

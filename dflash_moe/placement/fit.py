@@ -9,7 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,11 @@ DEFAULT_CONTEXT = 8192
 # The KV cache gets this part of what is free after the weights where nobody says otherwise.
 KV_PART = 4
 PROCESSOR = "cpu"
+# The layout of a place whose memory has a part of its experts at a time.
+SLOTS = "slots"
+# Panels take at most so many times what the experts take in memory: rows are filled up to whole
+# panels, and pieces to whole pages.
+PANELS_SIZE = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +127,15 @@ class FitWishes:
     max_context: int | None = None
     # The bytes of the KV cache, where they are stated.
     kv_bytes: int | None = None
+    # The bytes of panels that this machine's store has room for, 0 where none are kept.
+    panel_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the experts of some layers are. `layers` ascend, and `num_bytes` is what they take of
-    `free_bytes`, which is what was there for experts.
+    `free_bytes`, which is what was there for experts. With layout `slots` that is all of it, and
+    less than the experts take.
     """
 
     name: str
@@ -160,7 +168,9 @@ class Fit:
 def fit(model: FitModel, machine: Machine, wishes: FitWishes | None = None) -> Fit:
     """Fits the model to the machine. Attention, keys and values go to the fastest card that has
     room for them, else to the processor. Experts go, from the last layer backwards, to the cards
-    from the fastest on, then to memory, and those that are left stay in the mapped file.
+    from the fastest on, then to memory, and those that are left stay in the mapped file. Where the
+    store on disk has room for panels of all that memory and file would hold, memory is slots for
+    any of those layers instead.
 
     Raises ConfigError with the shortfall and what would fit.
     """
@@ -184,7 +194,12 @@ def fit(model: FitModel, machine: Machine, wishes: FitWishes | None = None) -> F
         raise _too_many(model, machine, rooms, places, wishes.layers_on_cards)
     memory = machine.model_bytes - MARGIN_BYTES - (taken if host is None else 0)
     held = _fill(left, [layer.memory_bytes if layer.can_pack else -1 for layer in model.layers], memory, len(left))
-    places.append(_place("memory", None, model, held, memory))
+    slots = [at for at in left if model.layers[at].can_pack]
+    if _takes_slots(model, slots, held, memory, wishes.panel_bytes):
+        held = slots
+        places.append(replace(_place("memory", None, model, held, memory, SLOTS), num_bytes=memory))
+    else:
+        places.append(_place("memory", None, model, held, memory))
     left = [at for at in left if at not in held]
     places.append(_place("mapped", None, model, left, 0, "mapped"))
     # A quarter of what is free is the engine's default; bytes are stated only where that is less.
@@ -192,6 +207,14 @@ def fit(model: FitModel, machine: Machine, wishes: FitWishes | None = None) -> F
     found = tuple(place for place in places if place.layers)
     topology = _topology(model, machine, host, kv_bytes if is_stated else None, found, wishes)
     return Fit(topology, host, context, kv_bytes, found)
+
+
+def _takes_slots(model: FitModel, slots: Sequence[int], packed: Sequence[int], memory: int, panel_bytes: int) -> bool:
+    """Says whether layers that could be packed, but not all of which fit, get slots: there must be
+    memory for the experts of one layer, and disk for panels of all.
+    """
+    sizes = [model.layers[at].memory_bytes for at in slots]
+    return len(slots) > len(packed) and max(sizes) <= memory and PANELS_SIZE * sum(sizes) <= panel_bytes
 
 
 def _check_wish(model: FitModel, machine: Machine, wishes: FitWishes) -> None:
@@ -251,7 +274,7 @@ def _place(name: str, card: Card | None, model: FitModel, held: Sequence[int], r
 
 def _unused(host: Card | None, places: Sequence[Place]) -> int:
     """Returns the bytes that are left where the KV cache is."""
-    return next(place.free_bytes - place.num_bytes for place in places if place.card is host and place.layout == "packed")
+    return next(place.free_bytes - place.num_bytes for place in places if place.card is host and place.layout != "mapped")
 
 
 def _topology(
@@ -276,9 +299,12 @@ def _worker(model: FitModel, place: Place, host: Card | None, threads: int) -> W
     )
     address = "loopback" if place.card is host else None
     if place.card is None:
-        layout = place.layout
+        # What was found to fit is packed under auto too, which unlike packed also uses panels that
+        # are kept on disk.
+        layout = "mapped" if place.layout == "mapped" else "auto"
         own = None if host is None else threads
-        return WorkerSpec(place.name, threads=own, address=address, experts=experts, weights_layout=layout)
+        memory = place.num_bytes if place.layout == SLOTS else None
+        return WorkerSpec(place.name, threads=own, address=address, experts=experts, weights_layout=layout, memory=memory)
     backend, _, number = place.card.device.partition(":")
     device = None if place.card.simulate else int(number)
     return WorkerSpec(place.name, backend, device=device, address=address, experts=experts, simulate=place.card.simulate)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dflash_moe.config import format_bytes
 from dflash_moe.config.values import runs_of
-from dflash_moe.placement.fit import Card, Fit, FitModel, Machine, Place
+from dflash_moe.placement.fit import SLOTS, Card, Fit, FitModel, Machine, Place
 
 # Header, processor's memory, mapped file, advice and command take the other lines.
 MAX_CARD_LINES = 3
@@ -24,7 +24,10 @@ def describe(model: FitModel, machine: Machine, found: Fit, command: str) -> lis
     lines += _card_lines(model, machine, found)
     free = f"memory, {format_bytes(machine.memory_bytes)} free, {machine.cores} core{'s' * (machine.cores != 1)}"
     lines.append(f"  {free}: {_contents(model, found, None, machine.memory_bytes, machine.front_bytes)}")
-    mapped = _place(found, "mapped")
+    memory, mapped = _place(found, "memory"), _place(found, "mapped")
+    if memory is not None and memory.layout == SLOTS:
+        size = format_bytes(sum(model.layers[at].memory_bytes for at in memory.layers))
+        lines.append(f"  disk: all of these experts, {size} in panels; calls read those that are not in memory")
     if mapped is not None:
         can_pack = all(model.layers[at].can_pack for at in mapped.layers)
         lines.append(
@@ -44,10 +47,12 @@ def speed_line(model: FitModel, found: Fit, bytes_per_s: float) -> str:
     host = "memory" if found.host is None else found.host.name
     reads = {host: 0} | reads
     reads[host] += model.needs(found.host).dense_bytes
-    places = {"memory": "memory", "mapped": "the mapped file"}
+    memory = _place(found, "memory")
+    has_slots = memory is not None and memory.layout == SLOTS
+    places = {"memory": "memory and disk" if has_slots else "memory", "mapped": "the mapped file"}
     parts = [f"{format_bytes(count)} from {places.get(name, name)}" for name, count in reads.items()]
     text = f"  speed: of the weights a token reads {' and '.join(parts)}"
-    if not bytes_per_s or "memory" not in reads:
+    if not bytes_per_s or "memory" not in reads or has_slots:
         return text
     rate = f"memory gives {format_bytes(bytes_per_s)}/s just now"
     tokens = bytes_per_s / reads["memory"]
@@ -64,6 +69,11 @@ def _advice(model: FitModel, machine: Machine, found: Fit) -> str:
     parts.append(f"--max-context (now {found.context:,} tokens, {token_bytes} each)")
     mapped = _place(found, "mapped")
     short = 0 if mapped is None else sum(model.layers[at].memory_bytes for at in mapped.layers if model.layers[at].can_pack)
+    memory = _place(found, "memory")
+    if memory is not None and memory.layout == SLOTS:
+        missing = sum(model.layers[at].memory_bytes for at in memory.layers) - memory.num_bytes
+        more = f"{format_bytes(missing)} more of free memory"
+        parts.append(f"a smaller quantisation, or {more}, so that none are read from disk")
     if short:
         # What is left is less than one layer, so that it is not worth its arithmetic.
         parts.append(f"a smaller quantisation, or {format_bytes(short)} more of free memory, for the layers in the mapped file")
@@ -101,7 +111,8 @@ def _contents(model: FitModel, found: Fit, card: Card | None, free_bytes: int, f
         parts.append(f"keys and values of {found.context:,} tokens ({format_bytes(found.kv_bytes)})")
     if place is not None:
         taken += place.num_bytes
-        parts.append(f"experts of {_layers(model, place)} ({format_bytes(place.num_bytes)})")
+        some = "some of the " if place.layout == SLOTS else ""
+        parts.append(f"{some}experts of {_layers(model, place)} ({format_bytes(place.num_bytes)})")
     if front_bytes:
         taken += front_bytes
         parts.append(f"the server's front ({format_bytes(front_bytes)})")

@@ -44,10 +44,10 @@ def _unpacked_format(layer: PlacedLayer, shard: Shard, holder: str, topology: To
             f"{where} has backend {worker.backend}, and {has} {not_on_cards(kept)[0]}, for which cards have no kernels; "
             "give its experts to workers with backend: cpu or to the host"
         )
-    if unpacked and worker.weights_layout == "packed":
+    if unpacked and worker.weights_layout in ("packed", "stored"):
         raise UnsupportedError(
-            f"{where} has weights_layout: packed, and {has} {unpacked[0]}, which no kernel reads; use weights_layout: auto or "
-            "mapped, under which every call dequantises what it needs"
+            f"{where} has weights_layout: {worker.weights_layout}, and {has} {unpacked[0]}, which no kernel reads; "
+            "use weights_layout: auto or mapped, under which every call dequantises what it needs"
         )
     if unpacked and worker.weights != "auto":
         raise UnsupportedError(

@@ -56,21 +56,39 @@ def _with_layouts(placement: Placement, topology: Topology, unpacked: Mapping[st
     format by holder.
 
     With `weights_layout: auto` a worker packs where that fits `memory`. One that makes integers at
-    load or computes on a card always packs.
+    load or computes on a card always packs. One with `stored` packs too, as far as formats are
+    concerned: where its packed weights come from is between it and its disk. Memory for a layer at
+    least is room for slots.
     """
     needed = placement.bytes_by_holder()
-    mapped = {HOST} & unpacked.keys()
+    mapped, slots = {HOST} & unpacked.keys(), set()
     for worker in topology.workers:
         lacks_memory = worker.memory is not None and needed.get(worker.name, 0) > worker.memory
-        may_map = worker.weights_layout == "auto" and worker.weights == "auto" and worker.backend == "cpu"
+        may_map = worker.weights_layout in ("auto", "stored") and worker.weights == "auto" and worker.backend == "cpu"
         if worker.weights_layout == "mapped" or worker.name in unpacked or (may_map and lacks_memory):
             mapped.add(worker.name)
+            if lacks_memory and worker.weights_layout != "mapped" and worker.name not in unpacked:
+                if (largest := placement.largest_layer(worker.name)) <= (worker.memory or 0):
+                    slots.add(worker.name)
+                elif worker.weights_layout == "stored":
+                    raise TopologyError(
+                        f"{topology.source}:{worker.line}: worker {worker.name} has memory: "
+                        f"{format_bytes(worker.memory or 0)}, and its experts of one layer need {format_bytes(largest)}, "
+                        "which a call may need at once; give it that"
+                    )
             level = logging.WARNING if lacks_memory or worker.name in unpacked else logging.INFO
-            log.log(level, "%s", _mapped_text(worker, needed.get(worker.name, 0), unpacked.get(worker.name)))
-    return dataclasses.replace(placement, mapped=frozenset(mapped))
+            wanted, has_slots = needed.get(worker.name, 0), worker.name in slots
+            log.log(level, "%s", _mapped_text(worker, wanted, unpacked.get(worker.name), has_slots=has_slots))
+    return dataclasses.replace(placement, mapped=frozenset(mapped), slots=frozenset(slots))
 
 
-def _mapped_text(worker: WorkerSpec, needed: int, unpacked: str | None) -> str:
+def _mapped_text(worker: WorkerSpec, needed: int, unpacked: str | None, *, has_slots: bool) -> str:
+    if has_slots:
+        return (
+            f"worker {worker.name} has memory: {format_bytes(worker.memory or 0)} for experts that need "
+            f"{format_bytes(needed)}; the others are read as calls need them, from panels on disk or where none are kept "
+            "from the mapped checkpoint"
+        )
     why = "as weights_layout says"
     if unpacked is not None:
         why = f"for it has weights in {unpacked}, which no kernel reads"

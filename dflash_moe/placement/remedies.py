@@ -71,6 +71,8 @@ def _reconnect(holder: str, topology: Topology, settings: Settings) -> str:
     if not brings_workers_back(settings):
         missing = "failure.restart is off" if not settings.restart else "failure.order has none"
         return f"no reconnect ({missing})"
+    if topology.worker(holder).parsed_address.is_registered:
+        return "reconnect (it registers again)"
     return "reconnect (started again)" if topology.worker(holder).is_started_by_host else "reconnect (dialled again)"
 
 

@@ -61,12 +61,14 @@ class Placement:
 
     `expert_bytes[i]` are the bytes of one expert of that layer, by the `weights` of its holder.
     `mapped` are the holders that compute from the pages of the mapped checkpoint and need no memory
-    of their own; all others have packed their weights.
+    of their own; all others have packed their weights. Those in `slots` would be mapped for lack of
+    memory alone: where panels are kept on disk, they have the slots that their memory is room for.
     """
 
     layers: tuple[tuple[Shard, ...], ...]
     expert_bytes: tuple[Mapping[str, int], ...]
     mapped: frozenset[str] = frozenset()
+    slots: frozenset[str] = frozenset()
 
     def bytes_by_holder(self) -> dict[str, int]:
         """Returns the bytes of weights in memory of each holder that has experts, 0 for those that
@@ -79,6 +81,13 @@ class Placement:
                     size = 0 if holder in self.mapped else sizes[shard.weights]
                     found[holder] = found.get(holder, 0) + len(shard.experts) * size
         return found
+
+    def largest_layer(self, holder: str) -> int:
+        """Returns the bytes that one layer's experts take at most where a holder packs them."""
+        return max(
+            sum(len(shard.experts) * sizes[shard.weights] for shard in shards if holder in shard.holders)
+            for shards, sizes in zip(self.layers, self.expert_bytes, strict=True)
+        )
 
     def layout_of(self, holder: str) -> str:
         """Returns `packed` or `mapped`, which is that of all shards of a holder."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -122,17 +123,23 @@ def authenticate_host(
     connection: Connection,
     *,
     key_for: Callable[[Open], bytes],
-    deadline: float,
+    deadline: float | None,
     protocol_range: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION),
+    worker: str = "",
 ) -> Peer:
     """Makes the worker's half of the handshake. `key_for` returns the key for an opening, or raises
-    ProtocolError for a role or session that is not expected here.
+    ProtocolError for a role or session that is not expected here. A `deadline` of None waits for
+    the opening as long as the host lives, and gives what follows HANDSHAKE_S: a host at which
+    `worker` registered speaks once it takes it, or refuses it in words.
 
-    Errors: ProtocolError, PeerGone, WorkerTimeout. The caller sends the host a refusal made of the
-    error.
+    Errors: ProtocolError, PeerGone, WorkerTimeout, or the host's refusal as the error that it
+    names. The caller sends the host a refusal made of a ProtocolError.
     """
     received = connection.receive_payload(deadline=deadline, waiting_for="the opening of a host")
+    deadline = time.monotonic() + HANDSHAKE_S if deadline is None else deadline
     opening = CODEC.decode(received, ignore_unknown=True)
+    if isinstance(opening, Refusal) and worker:
+        raise to_error(opening, worker=worker)
     if not isinstance(opening, Open):
         raise ProtocolError(f"expected Open, found {type(opening).__name__}")
     version = min(protocol_range[1], opening.protocol_max)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from dflash_moe.topology.addresses import Address
 
 SETTING = "ipc.encryption"
-# What a key is for. The host dials in all of them. A worker that dials a host to register itself
-# has a label of its own, so that its connection can never be turned round into one of these.
+# What a key is for. The host dials in all of the first. A worker that dials a host to register
+# itself has the others, so that its connection can never be turned round into one of the first.
 LABELS = {Role.CONTROL: "control", Role.PULSE: "pulse", Role.DATA: "data"}
-REGISTRATION = "registration"
+REGISTERED_LABELS = {role: f"registered-{label}" for role, label in LABELS.items()}
 _PURPOSE = b"dflash_moe tls 1.3 psk v1"
 # An identity says the version of this scheme first. It travels in clear.
 _SCHEME = "dflash_moe-1"
@@ -46,8 +46,15 @@ def psk_of(key: bytes, label: str, worker: str) -> bytes:
     """Returns the 32 bytes for the connections of `label` to `worker`: HKDF-SHA256 (RFC 5869) of
     the shared key, without salt, since that is random already.
     """
+    return derive(key, _PURPOSE + b"\0" + identity_of(label, worker).encode())
+
+
+def derive(key: bytes, purpose: bytes) -> bytes:
+    """Returns 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) of a random key, without salt, with
+    `purpose` as its info.
+    """
     extracted = hmac.digest(bytes(hashlib.sha256().digest_size), key, "sha256")
-    return hmac.digest(extracted, _PURPOSE + b"\0" + identity_of(label, worker).encode() + b"\x01", "sha256")
+    return hmac.digest(extracted, purpose + b"\x01", "sha256")
 
 
 def require_library(setting: str, address: Address, *, who: str) -> None:
@@ -124,5 +131,5 @@ def require_role(identity: str, role: Role) -> None:
     """Raises ProtocolError where a connection was encrypted for another role than its opening
     names. `identity` is empty for one that is not encrypted.
     """
-    if identity and identity.split(" ")[1] != LABELS[role]:
+    if identity and identity.split(" ")[1] not in (LABELS[role], REGISTERED_LABELS[role]):
         raise ProtocolError(f"role: the connection was encrypted as {identity!r}, its opening says {LABELS[role]}")

@@ -73,18 +73,28 @@ def to_refusal(error: BaseException) -> Refusal:
     return Refusal(code=code, text=_cut(text))
 
 
-def busy_refusal(worker: str) -> Refusal:
-    """Makes the answer of a worker that was started by hand to a second host."""
-    text = f"worker {worker} is busy: it already serves another host; wait until that one is done or start another worker"
-    return Refusal(code=BUSY, text=text)
+def busy_refusal(worker: str, max_sessions: int, *, is_back: bool) -> Refusal:
+    """Makes the answer of a worker that was started by hand to a host for which it has no place;
+    `is_back`: because the host's own former session has not ended yet.
+    """
+    if is_back:
+        why = "it still ends this host's former session; try again in a moment"
+    else:
+        hosts = "another host" if max_sessions == 1 else f"{max_sessions} hosts"
+        why = (
+            f"it already serves {hosts}, and max_sessions is {max_sessions}; wait until one is done, raise "
+            "max_sessions, or start another worker"
+        )
+    return Refusal(code=BUSY, text=f"worker {worker} is busy: {why}")
 
 
-def crowded_refusal(worker: str, most: int) -> Refusal:
+def crowded_refusal(owner: str, most: int) -> Refusal:
     """Makes the parting word of a listener to a connection that it drops before its proof in favour
-    of a newer one. `most` is the number of such connections that it keeps.
+    of a newer one. `owner` is who listens, for people; `most` is the number of such connections
+    that it keeps.
     """
     text = (
-        f"worker {worker} dropped this connection before it had proved the key: it keeps {most} such connections, and newer "
+        f"{owner} dropped this connection before it had proved the key: it keeps {most} such connections, and newer "
         "ones came; try again"
     )
     return Refusal(code=CROWDED, text=text)

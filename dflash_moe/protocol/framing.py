@@ -43,6 +43,8 @@ _TCP_RTO_MAX_MS, LONGEST_PAUSE_MS = 44, 1000
 _UCRED = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _LENGTH = struct.Struct("<I")
+# The code of what an encrypted connection says that this end has closed (docs/errors.md).
+_CLOSED = "closed"
 
 
 def require_same_user(sock: socket.socket) -> None:
@@ -134,6 +136,14 @@ class Connection:
         return self._sock.family in (socket.AF_INET, socket.AF_INET6)
 
     @property
+    def local_host(self) -> str:
+        """The numeric address of this end; empty where it has none."""
+        try:
+            return str(self._sock.getsockname()[0]) if self.is_tcp else ""
+        except OSError:
+            return ""
+
+    @property
     def is_local(self) -> bool:
         """Whether both ends are addresses that never leave this machine. Raises PeerGone."""
         try:
@@ -166,6 +176,22 @@ class Connection:
         with contextlib.suppress(OSError):
             return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return b""
+
+    def peek_bytes(self, count: int, *, deadline: float, waiting_for: str) -> bytes:
+        """Waits for the first `count` bytes and returns them without taking them. For connections
+        over TCP before they are encrypted. Raises PeerGone, WorkerTimeout.
+        """
+        try:
+            # poll then wakes once so many have come, and not for each of them.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._wait(select.POLLIN, deadline, waiting_for)
+            found = self._sock.recv(count, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        except OSError as error:
+            raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error.strerror}") from None
+        if len(found) < count:
+            raise PeerGone(f"the peer hung up while waiting for {waiting_for}")
+        return found
 
     def has_news(self) -> bool:
         """Whether something has come that was not received yet, a hang-up included. The thread that
@@ -266,6 +292,11 @@ class Connection:
                 view = view[secure.send(view) :]
         except WorkerLost as error:
             raise PeerGone(f"the peer hung up while a control message was sent: {error}") from None
+        except DflashError as error:
+            # A session that another thread has found lost is closed while this one asks.
+            if error.code == _CLOSED:
+                raise PeerGone("this end was closed while a control message was sent") from None
+            raise
 
     def receive(self, *, deadline: float | None, waiting_for: str) -> Message:
         """Returns the next message. A `deadline` of None waits until the peer sends the first byte
@@ -362,8 +393,8 @@ class Connection:
                 continue
             except WorkerLost as error:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error}") from None
-            except DflashError:
-                if self._sock.fileno() < 0:
+            except DflashError as error:
+                if error.code == _CLOSED:
                     raise PeerGone(f"this end was closed while waiting for {waiting_for}") from None
                 raise
             except OSError as error:

@@ -22,12 +22,14 @@ from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Messa
 PROTOCOL_VERSION = 2
 # A higher minor version may add fields, and the end with the lower one ignores those it does not
 # know.
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 # From this minor version on a worker answers ChecksumRequest.
 CHECKSUMS_SINCE = 1
 # From this one on it answers ComputeRow, sums its weights up again where Hello asks for that, and
 # sends WeightsChanged.
 AUDIT_SINCE = 2
+# From this one on it knows all words of Hello.weights_layout. Older ones know packed and mapped.
+PANELS_SINCE = 3
 # A row and its reply fit a frame up to these sizes. Wider ones are not asked for.
 MAX_ROW_BYTES = 48 * 1024
 MAX_ROW_PAIRS = 1024
@@ -134,13 +136,19 @@ class Hello(Message):
     device: Annotated[int, Wire(14, _U16)] = 0
     # With backend sim, the vendor whose cards it stands for.
     simulate: Annotated[str, Wire(15, Text(16))] = ""
-    # "packed", or "mapped" to compute from the worker's own mapped checkpoint.
+    # "packed", or "mapped" to compute from the worker's own mapped checkpoint. Since minor version
+    # 3 also "auto": packed, or mapped from the panels that the worker's machine keeps on disk, and
+    # that it writes there as its own settings say; and "stored": the same, where missing panels are
+    # always written.
     weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"
     # The host waits so long in each phase of its start; 0 means that it does not tell.
     start_timeout_s: Annotated[float, Wire(17, Float(0.0, 86400.0))] = 0.0
     # The worker sums all its weights up again in this time, over and over, and tells by
     # WeightsChanged what it finds; 0 means never.
     scrub_s: Annotated[float, Wire(18, Float(0.0, 1e8))] = 0.0
+    # Above 0, with auto and stored: so many bytes of memory have a part of the experts at a time,
+    # and all panels are on disk.
+    slots_bytes: Annotated[int, Wire(19, _U64)] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +175,8 @@ class HelloReply(Message):
     numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()
     # The label of the device that it computes on; an empty one means the processor.
     device: Annotated[str, Wire(14, Text(1024))] = ""
-    # The bytes of weights that a former session has left. This one uses them again, or they are
-    # freed before anything else is loaded, so they come on top of `memory_available`.
+    # The bytes of weights that other sessions use or have left. This one uses them too, or those
+    # that nobody uses are freed for what it loads, so they come on top of `memory_available`.
     kept_bytes: Annotated[int, Wire(15, _U64)] = 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from dflash_moe.telemetry.cgroup import CGROUP, PROC, cpu_quota, memory_left, read_text
 
 _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
 
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
@@ -43,6 +44,15 @@ def physical_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
         text = read_text(_CPU_TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list")
         siblings.add(text or str(cpu))
     return max(1, min(len(siblings), usable_cores(cgroup, proc)))
+
+
+def num_memory_nodes(nodes: Path = _NODES) -> int:
+    """Returns the number of memory nodes of this machine that have memory, and 1 where the kernel
+    does not tell.
+    """
+    texts = [read_text(folder / "meminfo") for folder in nodes.glob("node[0-9]*")]
+    sizes = [line.split()[3] for text in texts for line in text.splitlines() if line.split()[2:3] == ["MemTotal:"]]
+    return max(1, sum(size != "0" for size in sizes))
 
 
 def memory_available(cgroup: Path = CGROUP, proc: Path = PROC) -> int:

@@ -75,9 +75,16 @@ def tiny_checkpoint(
         "num_hidden_layers": num_layers,
     }
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tiny_spec(directory, dtype=dtype)
+
+
+def tiny_spec(directory: Path, *, dtype: str = "f32") -> ModelSpec:
+    """Returns the spec of what `tiny_checkpoint` has written there in this dtype."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    num_experts, top_k = config["num_experts"], config["num_experts_per_tok"]
     layers = []
-    for layer in range(num_layers):
-        ffn = tiny_ffn(layer, hidden_size, moe_intermediate_size)
+    for layer in range(config["num_hidden_layers"]):
+        ffn = tiny_ffn(layer, config["hidden_size"], config["moe_intermediate_size"])
         layers.append(
             LayerSpec(
                 index=layer,

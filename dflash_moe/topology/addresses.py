@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from dflash_moe.errors import ConfigError, shown
 
 STARTED_WORDS = ("loopback", "unix", "tcp")
+REGISTERED = "registered"
 # Linux has 108 bytes for the path of a socket, with the zero that ends it.
 MAX_UNIX_PATH_BYTES = 107
-_FORMS = "loopback, unix, tcp, tcp://HOST:PORT or unix:///PATH"
+_FORMS = "loopback, unix, tcp, tcp://HOST:PORT, unix:///PATH or registered"
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker is reached. `kind` is "shared", "loopback", "unix" or "tcp". A host or a path
-    means that the worker is running there already, and without either the host starts it.
+    """Where a worker is reached. `kind` is "shared", "loopback", "unix", "tcp" or "registered". A
+    host or a path means that the worker is running there already, registered that it dials the
+    host; any other the host starts.
     """
 
     kind: str
@@ -30,7 +32,17 @@ class Address:
     @property
     def is_started_by_host(self) -> bool:
         """False when the worker is running somewhere already."""
-        return not self.host and not self.path
+        return not self.host and not self.path and not self.is_registered
+
+    @property
+    def is_registered(self) -> bool:
+        """True for a worker that dials the host."""
+        return self.kind == REGISTERED
+
+    @property
+    def may_be_elsewhere(self) -> bool:
+        """False when whoever is reached so is on this machine for certain."""
+        return self.is_registered or (bool(self.host) and not self.is_loopback)
 
     @property
     def is_loopback(self) -> bool:
@@ -63,7 +75,7 @@ def parse_address(text: str | None) -> Address:
         return Address("shared")
     if not isinstance(text, str):
         raise ConfigError(f"address {shown(text)} is not one of {_FORMS}")
-    if text in STARTED_WORDS:
+    if text in (*STARTED_WORDS, REGISTERED):
         return Address(text)
     if text.startswith("unix://"):
         path = text.removeprefix("unix://")
@@ -73,6 +85,16 @@ def parse_address(text: str | None) -> Address:
     if text.startswith("tcp://"):
         return _parse_tcp(text)
     raise ConfigError(f"address {text!r} is not one of {_FORMS}")
+
+
+def parse_dialled(text: str, *, what: str) -> Address:
+    """Returns the address tcp://HOST:PORT at which a host takes workers that dial it. Raises
+    ConfigError naming `what` it is for any other.
+    """
+    address = parse_address(text)
+    if not address.host or not address.port:
+        raise ConfigError(f"{what}: {shown(text)} is no tcp://HOST:PORT with a port of 1..65535")
+    return address
 
 
 def _parse_tcp(text: str) -> Address:

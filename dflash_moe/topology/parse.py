@@ -26,14 +26,17 @@ from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.named_files import read_named
 from dflash_moe.topology.addresses import parse_address
+from dflash_moe.topology.registration import RegistrationSpec, check_registration, parse_registration
 from dflash_moe.topology.sections import parse_section
 from dflash_moe.topology.spec import (
     BACKENDS,
     CPUS_WORDS,
+    DEFAULT_SESSIONS,
     EVERY_LAYER,
     GPU_BACKENDS,
     MAX_CPU,
     MAX_DEVICE,
+    MAX_SESSIONS,
     WEIGHTS,
     WEIGHTS_LAYOUTS,
     Emulate,
@@ -56,14 +59,15 @@ MAX_SLOWDOWN = 1000.0
 
 POLICIES = ("even", "memory", "explicit")
 
-ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "failure", "audit", "placement", "workers")
+ROOT_KEYS = (
+    "version", "preset", "host", "ipc", "engine", "failure", "audit", "cache", "registration", "placement", "workers",
+)  # fmt: skip
 HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators", "fallback")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy", "replicas")
 WORKER_KEYS = (
     "name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights", "weights_layout",
-    "activations",
-    "cpus",
+    "activations", "cpus", "fabric_clear", "max_sessions",
 )  # fmt: skip
 # Below this rate one row takes seconds, and every call times out.
 LEAST_MBIT_S = 0.01
@@ -91,6 +95,8 @@ class TopologyParts(NamedTuple):
     preset: str | None = None
     failure: Mapping[str, Any] = MappingProxyType({})
     audit: Mapping[str, Any] = MappingProxyType({})
+    cache: Mapping[str, Any] = MappingProxyType({})
+    registration: RegistrationSpec | None = None
 
 
 def load_topology(path: Path) -> TopologyParts:
@@ -129,10 +135,13 @@ def parse_topology(text: str, source: str) -> TopologyParts:
     if not workers:
         raise fields["workers"].error("workers is empty; list at least one, such as {name: w0, backend: cpu}")
     _check_workers(workers, placement.policy, source)
-    ipc, engine, failure, audit = (parse_section(fields, name) for name in ("ipc", "engine", "failure", "audit"))
+    names = ("ipc", "engine", "failure", "audit", "cache")
+    ipc, engine, failure, audit, cache = (parse_section(fields, name) for name in names)
     host = _host(fields["host"]) if "host" in fields else HostSpec()
     preset = fields["preset"].choice(PRESETS) if "preset" in fields else None
-    return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset, failure, audit)
+    registration = parse_registration(fields["registration"]) if "registration" in fields else None
+    check_registration(registration, workers, source)
+    return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset, failure, audit, cache, registration)
 
 
 def parse_worker(text: str, source: str) -> WorkerSpec:
@@ -237,6 +246,8 @@ def _worker(value: Value, policy: str) -> WorkerSpec:
             fields["activations"].choice(ACTIVATIONS) if "activations" in fields else None,
             _cpus(fields["cpus"], name) if "cpus" in fields else "auto",
             fields["weights_layout"].choice(WEIGHTS_LAYOUTS) if "weights_layout" in fields else "auto",
+            fields["fabric_clear"].flag() if "fabric_clear" in fields else False,
+            fields["max_sessions"].whole(1, MAX_SESSIONS) if "max_sessions" in fields else DEFAULT_SESSIONS,
         )
     except FieldError as error:
         raise fields[error.field].error(str(error)) from None
@@ -327,7 +338,8 @@ def _check_workers(workers: Sequence[WorkerSpec], policy: str, source: str) -> N
             raise TopologyError(f"{source}:{worker.line}: worker name {worker.name!r} is also on line {names[worker.name]}")
         names[worker.name] = worker.line
         address = worker.parsed_address
-        if not address.is_started_by_host and (other := places.setdefault(str(address), worker)) is not worker:
+        is_elsewhere = not address.is_started_by_host and not address.is_registered
+        if is_elsewhere and (other := places.setdefault(str(address), worker)) is not worker:
             raise TopologyError(f"{source}:{worker.line}: {other.name} and {worker.name} have the same address {address}")
         if address.is_started_by_host and isinstance(worker.cpus, tuple):
             _check_cpus(worker, cpus, source)

@@ -19,9 +19,11 @@ from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 BACKENDS = ("cpu", "cuda", "hip", "sim")
 GPU_BACKENDS = ("cuda", "hip")
 WEIGHTS = ("auto", "int8", "int4")
-WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
+WEIGHTS_LAYOUTS = ("auto", "packed", "mapped", "stored")
 CPUS_WORDS = ("auto", "none")
 MAX_DEVICE = 255
+# A worker holds one store for all its hosts; each session takes two threads and a few connections.
+DEFAULT_SESSIONS, MAX_SESSIONS = 8, 64
 MAX_CPU = 65_535
 NAME_FORM = "1..63 letters, digits, '_', '-', '.', the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", re.ASCII)
@@ -153,9 +155,15 @@ class WorkerSpec:
     activations: str | None = None
     # Its threads are pinned to these CPUs, to CPUs that the host chooses (auto), or to none.
     cpus: str | tuple[int, ...] = "auto"
-    # Weights are packed in memory, or computed from the mapped checkpoint (mapped). With auto they
-    # are packed where that fits `memory`.
+    # Weights are packed in memory, or computed from the mapped checkpoint (mapped), or packed and
+    # mapped from files that this machine keeps of them, which are written where they are missing
+    # (stored). With auto they are packed where that fits `memory`, and such files are used as the
+    # settings `cache` say.
     weights_layout: str = "auto"
+    # Its calls may cross a network over libfabric, which carries them in clear.
+    fabric_clear: bool = False
+    # A worker that somebody starts serves so many hosts at once.
+    max_sessions: int = DEFAULT_SESSIONS
 
     def __post_init__(self) -> None:
         for name, text in _problems(self):
@@ -173,12 +181,21 @@ class WorkerSpec:
         return self.parsed_address.is_started_by_host
 
 
+def is_worker_name(name: object) -> bool:
+    """Says whether a worker may have this name."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not _is_host(name)
+
+
+def _is_host(name: object) -> bool:
+    return isinstance(name, str) and name.lower() == HOST
+
+
 def _problems(worker: WorkerSpec) -> Iterator[tuple[str, str]]:
     """Yields the field and a sentence for all that a worker may not be."""
     name = worker.name
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_worker_name(name) and not _is_host(name):
         yield "name", f"worker name {shown(name)} is not allowed; allowed: {NAME_FORM}"
-    elif name.lower() == HOST:
+    elif _is_host(name):
         yield "name", f"worker name {name!r} is reserved for the host process; choose another"
     words: Mapping[str, tuple[object, ...]] = {
         "backend": BACKENDS, "simulate": (None, *GPU_BACKENDS), "weights": WEIGHTS, "weights_layout": WEIGHTS_LAYOUTS,
@@ -188,6 +205,8 @@ def _problems(worker: WorkerSpec) -> Iterator[tuple[str, str]]:
         if not _is_among(getattr(worker, key), allowed):
             yield key, _not_allowed(worker, key, ", ".join(map(str, allowed)))
     bounds = {"threads": (1, MAX_THREADS), "memory": (1, MAX_BYTES), "device": (0, MAX_DEVICE)}
+    if not _is_whole(worker.max_sessions, 1, MAX_SESSIONS):
+        yield "max_sessions", _not_allowed(worker, "max_sessions", f"a whole number, 1..{MAX_SESSIONS}")
     for key, (low, high) in bounds.items():
         value = getattr(worker, key)
         if value is not None and not _is_whole(value, low, high):
@@ -195,6 +214,8 @@ def _problems(worker: WorkerSpec) -> Iterator[tuple[str, str]]:
             yield key, _not_allowed(worker, key, f"None, or a whole number{unit}, {low}..{high}")
     if not _names_cpus(worker.cpus):
         yield "cpus", _not_allowed(worker, "cpus", "auto, none, or a tuple of different CPUs, such as (0, 1)")
+    if not isinstance(worker.fabric_clear, bool):
+        yield "fabric_clear", _not_allowed(worker, "fabric_clear", "true, false")
     for key, kind in (("experts", ExpertSelection), ("emulate", Emulate)):
         if not isinstance(getattr(worker, key), kind | None):
             yield key, _not_allowed(worker, key, f"None, or an object of class {kind.__name__}")
@@ -214,6 +235,8 @@ def _contradictions(worker: WorkerSpec) -> Iterator[tuple[str, str]]:
         yield "weights_layout", f"{who} has backend {backend}; only cpu computes from the mapped checkpoint"
     if worker.weights_layout == "mapped" and worker.weights != "auto":
         yield "weights_layout", f"{who} keeps weights made at load; mapped needs weights: auto"
+    if worker.weights_layout == "stored" and backend != "cpu":
+        yield "weights_layout", f"{who} has backend {backend}; only cpu computes from stored panels; write weights_layout: auto"
 
 
 def _not_allowed(worker: WorkerSpec, key: str, allowed: str) -> str:

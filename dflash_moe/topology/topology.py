@@ -16,6 +16,7 @@ from dflash_moe.config import Settings
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS, class_on
 from dflash_moe.topology.parse import check_workers, load_topology, parse_topology
+from dflash_moe.topology.registration import RegistrationSpec
 from dflash_moe.topology.spec import HOST, HostSpec, PlacementSpec, WorkerSpec
 
 # The source of a topology that was fitted to the machine (placement/fit.py) and that nobody wrote.
@@ -24,8 +25,9 @@ FITTED = "<fit>"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A checked topology. `ipc`, `engine`, `failure` and `audit` hold the parsed settings that the
-    file states below these keys; `config.resolve_settings` makes all settings of `stated_settings`.
+    """A checked topology. `ipc`, `engine`, `failure`, `audit` and `cache` hold the parsed settings
+    that the file states below these keys; `config.resolve_settings` makes all settings of
+    `stated_settings`.
     `preset` is None where the file has none.
     """
 
@@ -39,6 +41,9 @@ class Topology:
     preset: str | None = None
     failure: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     audit: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    cache: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    # None where no worker may register.
+    registration: RegistrationSpec | None = None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
@@ -87,7 +92,9 @@ class Topology:
             "preset": self.preset, "host.operators": self.host.operators, "host.activations": self.host.activations,
             "host.fallback": self.host.fallback,
         }  # fmt: skip
-        sections = {"ipc": self.ipc, "engine": self.engine, "failure": self.failure, "audit": self.audit}
+        sections = {
+            "ipc": self.ipc, "engine": self.engine, "failure": self.failure, "audit": self.audit, "cache": self.cache,
+        }  # fmt: skip
         stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
         return stated | {key: value for key, value in host.items() if value is not None}
 
@@ -126,6 +133,10 @@ class Topology:
         else:
             backend, simulate = self.worker(holder).backend, self.worker(holder).simulate
         return class_on(self.activations_of(holder), simulate or backend)
+
+    def registered_workers(self) -> tuple[WorkerSpec, ...]:
+        """Returns the workers that dial the host."""
+        return tuple(worker for worker in self.workers if worker.parsed_address.is_registered)
 
     def local_workers(self) -> tuple[WorkerSpec, ...]:
         """Returns the workers that the host starts on its own machine."""

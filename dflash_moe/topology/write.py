@@ -15,6 +15,7 @@ import yaml
 
 from dflash_moe.config import MemoryBudget
 from dflash_moe.config.values import runs_of
+from dflash_moe.topology.registration import ANY, RegistrationSpec
 from dflash_moe.topology.sections import nested
 from dflash_moe.topology.spec import Emulate, ExpertSelection, HostSpec, PlacementSpec, WorkerSpec
 from dflash_moe.topology.topology import Topology
@@ -34,8 +35,11 @@ def to_yaml(topology: Topology) -> str:
         "host": _host(topology.host), "ipc": _values(topology.ipc), "engine": _values(topology.engine),
         "failure": nested({key: list(v) if isinstance(v, tuple) else _value(v) for key, v in topology.failure.items()}),
         "audit": {key: f"{100 * v:g}%" if key == "cpu" else v for key, v in topology.audit.items()},
+        "cache": _values(topology.cache),
     }  # fmt: skip
     root |= {name: section for name, section in sections.items() if section}
+    if topology.registration is not None:
+        root["registration"] = _registration(topology.registration)
     placement, default = topology.placement, PlacementSpec()
     stated: dict[str, Any] = {"policy": placement.policy} if placement.policy != default.policy else {}
     if placement.replicas != default.replicas:
@@ -44,6 +48,13 @@ def to_yaml(topology: Topology) -> str:
         root["placement"] = stated
     root["workers"] = [_worker(worker) for worker in topology.workers]
     return yaml.safe_dump(root, sort_keys=False, width=_WIDTH, allow_unicode=True)
+
+
+def _registration(registration: RegistrationSpec) -> dict[str, Any]:
+    found = _changed(registration, RegistrationSpec(""), skipped=("line", "names"))
+    if registration.names is not None:
+        found["names"] = ANY if registration.names == (ANY,) else list(registration.names)
+    return found
 
 
 def _host(host: HostSpec) -> dict[str, Any]:

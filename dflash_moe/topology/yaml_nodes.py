@@ -88,6 +88,13 @@ class Value:
             return self._number(node)
         return str(node.value)
 
+    def flag(self) -> bool:
+        """Returns true or false. Raises ConfigError for anything else."""
+        value = self.scalar()
+        if not isinstance(value, bool):
+            raise self.error(f"{self.path}: {shown(value)} is not allowed; allowed: true, false")
+        return value
+
     def _number(self, node: Any) -> int | float:
         if ":" in node.value:
             raise self.error(f"{self.path}: {shown(node.value)} is a number to the base 60 in YAML; put it in quotes")

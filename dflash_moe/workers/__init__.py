@@ -1,5 +1,5 @@
-"""The worker process: its listener, its session with one host, its loader. It needs neither torch
-nor transformers.
+"""The worker process: its listener, its sessions with a host each, its loader. It needs neither
+torch nor transformers.
 
 SPDX-License-Identifier: Apache-2.0
 """

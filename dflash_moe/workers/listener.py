@@ -1,6 +1,6 @@
-"""Accepts connections for a worker: it authenticates every one, hands control connections to the
-worker and the others to the running session. Unauthenticated connections are few and short-lived
-whatever strangers do (strangers.py), and a host that speaks at once always gets through.
+"""Takes connections for a worker that listens: it authenticates every one, hands control
+connections to the worker and the others to the sessions that they belong to. What strangers can do
+is bounded in protocol/doorway.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -8,12 +8,10 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
 import queue
-import select
 import socket
 import stat
 import threading
@@ -22,62 +20,25 @@ from dataclasses import dataclass
 from functools import partial
 
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
-from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_host
+from dflash_moe.protocol.auth import PEER_CREDENTIAL_KEY, Peer, authenticate_host
+from dflash_moe.protocol.doorway import DoorTerms, Doorway
 from dflash_moe.protocol.encryption import SETTING, Encryption, require_library
-from dflash_moe.protocol.failures import (
-    busy_refusal,
-    crowded_refusal,
-    leaving_refusal,
-    system_failure,
-    to_refusal,
-)
-from dflash_moe.protocol.framing import Connection, PeerGone, size_buffers
-from dflash_moe.protocol.messages import Open, Role
+from dflash_moe.protocol.failures import busy_refusal, leaving_refusal
+from dflash_moe.protocol.framing import Connection
+from dflash_moe.protocol.mailbox import Mailbox
+from dflash_moe.protocol.messages import Open, Refusal, Role
+from dflash_moe.protocol.strangers import Stranger
+from dflash_moe.protocol.tcp_sockets import BACKLOG, open_tcp_listener
 from dflash_moe.topology.addresses import Address
-from dflash_moe.workers.mailbox import Mailbox
-from dflash_moe.workers.strangers import MAX_STRANGERS, Stranger, Strangers, origin_of
 
 log = logging.getLogger(__name__)
 
-# A host sends its opening as soon as it is connected. Who says nothing for so long is no host, or
-# will try again.
-FIRST_BYTE_S = 1.0
-# A host that calls as soon as the former one has said goodbye waits so long for that one's session
-# to end.
+# A host that calls as soon as another has said goodbye, or comes back itself, waits so long for a
+# session to end.
 PARTING_S = 0.5
-# At most this many connections wait to be accepted; the kernel refuses more.
-BACKLOG = 128
-# After the system refused to accept, the listener pauses so that it does not spin.
-ACCEPT_RETRY_S = 0.1
-# Strangers cause at most one line of the log in this time.
-COMPLAINT_EVERY_S = 1.0
-_TCP_REMEDIES = {
-    errno.EADDRINUSE: "another program listens there; stop it or take another port",
-    errno.EADDRNOTAVAIL: "this machine has no such address; take one of its own, or 0.0.0.0 for all of them",
-    errno.EACCES: "ports below 1024 belong to root; take a higher one",
-}
 # The lock of a directory is awaited for at most this time. Another worker holds it only while it
 # binds its socket.
 LOCK_S = 5.0
-
-
-def open_tcp_listener(host: str, port: int, buffer_bytes: int = 0) -> socket.socket:
-    """Returns a listening TCP socket, which the caller owns. Port 0 lets the system choose, and
-    `buffer_bytes` sizes the buffers as `size_buffers` does. Raises ConfigError when the address
-    cannot be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        size_buffers(sock, buffer_bytes)
-        sock.bind((host, port))
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        remedy = _TCP_REMEDIES.get(error.errno or 0, "check the worker's address in the topology, or pass --listen")
-        raise ConfigError(f"cannot listen on tcp://{host}:{port}: {error.strerror}; {remedy}") from None
-    return sock
 
 
 def open_unix_listener(path: str) -> socket.socket:
@@ -145,184 +106,105 @@ def _remove_stale_socket(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The control connection of an authenticated host, which whoever holds this owns."""
+    """The control connection of an authenticated host, which whoever holds this owns, with the
+    place where its other connections arrive.
+    """
 
     connection: Connection
-    peer: Peer
+    mailbox: Mailbox
 
 
 class Listener:
-    """The accept loop of a worker. It owns `sock`. `key` authenticates control connections; where
-    it is None, only data and pulse connections of a session are taken.
+    """The door of a worker. It owns `sock`. `key` authenticates control connections; where it is
+    None, only data and pulse connections of a session are taken. At most `max_sessions` hosts are
+    served at a time.
 
-    One thread accepts, and every handshake under way has one of its own. `close()` ends them all
-    and removes the path of a Unix socket.
+    `close()` ends all handshakes under way, and removes the path of a Unix socket.
     """
 
     def __init__(
-        self, sock: socket.socket, *, worker: str, key: bytes | None, path: str = "", encryption: Encryption | None = None
-    ) -> None:
+        self, sock: socket.socket, *, worker: str, key: bytes | None, path: str = "", encryption: Encryption | None = None,
+        max_sessions: int = 1,
+    ) -> None:  # fmt: skip
         self._encryption = encryption
-        self._sock = sock
         self._worker = worker
         self._key = key
         self._path = path
-        self._mailbox: Mailbox | None = None
-        # One caller at most, because of the lock below, and None from `stop` and `close`.
+        # No more callers than sessions, because of the places below, and None from `stop` and
+        # `close`.
         self._callers: queue.SimpleQueue[Caller | None] = queue.SimpleQueue()
-        # The lock is held from the acceptance of a control connection, which is `_served`, to the
-        # end of its session.
-        self._has_caller = threading.Lock()
-        self._served: Connection | None = None
-        self._strangers = Strangers()
-        # The thread of a displaced stranger still has to wake and close its socket. There may be as
-        # many of those as strangers; then the next connection waits in the backlog.
-        self._threads = threading.BoundedSemaphore(2 * MAX_STRANGERS)
-        self._complaints = Complaints()
-        try:
-            self._stop_read, self._stop_write = os.pipe()
-        except OSError as error:
-            sock.close()
-            raise system_failure(f"worker {worker} cannot listen", error) from None
-        self._thread = threading.Thread(target=self._accept_loop, name="listener", daemon=True)
-        self._thread.start()
+        self._max_sessions = max_sessions
+        # Guards what follows; notified where a session ends.
+        self._changed = threading.Condition()
+        # The places of sessions, by their ids, from the acceptance of their control connections to
+        # their ends.
+        self._served: dict[bytes, Caller] = {}
+        # That of the host which started this process, whose control connection did not come here.
+        self._private: Mailbox | None = None
+        self._door = Doorway(sock, self._welcome, DoorTerms(f"worker {worker}", "a host"), is_plain=encryption is None)
+        self._door.start()
 
     @property
     def port(self) -> int:
         """The TCP port that is bound, 0 on Unix sockets."""
-        return 0 if self._sock.family == socket.AF_UNIX else int(self._sock.getsockname()[1])
+        return self._door.port
 
-    def use_mailbox(self, mailbox: Mailbox | None) -> None:
-        """Takes the data and pulse connections of the session of `mailbox` from now on, or none
-        where that is None.
+    def use_mailbox(self, mailbox: Mailbox) -> None:
+        """Takes the data and pulse connections of the session of `mailbox` from now on, whose
+        control connection came in another way.
         """
-        self._mailbox = mailbox
+        self._private = mailbox
 
     def next_caller(self) -> Caller | None:
         """Waits for a host and returns its connection, or None once the listener was stopped or
-        closed. The wait has no limit, because it is a worker's life between two sessions. The
-        caller ends the session with `end_session()` before it asks again.
+        closed. The wait has no limit, because it is a worker's life between two hosts. Whoever
+        serves a caller ends its session with `end_session()`.
         """
         return self._callers.get()
 
-    def end_session(self) -> None:
-        """Takes a control connection again, because the worker is free for another host."""
-        self._mailbox = self._served = None
-        with contextlib.suppress(RuntimeError):
-            self._has_caller.release()
+    def end_session(self, caller: Caller) -> None:
+        """Gives the place of a session to whoever comes. Any thread."""
+        with self._changed:
+            self._served.pop(caller.mailbox.session_id, None)
+            self._changed.notify_all()
 
     def stop(self) -> None:
-        """Ends the session that is served, and has `next_caller` return None. Any thread may call;
-        it may be called again.
+        """Ends all sessions, and has `next_caller` return None. Any thread may call; it may be
+        called again.
         """
         # A host that comes after this line finds None before it in the queue.
         self._callers.put(None)
-        served, mailbox = self._served, self._mailbox
-        if served is not None:
-            served.hang_up(parting=leaving_refusal(self._worker))
-        if mailbox is not None:
-            mailbox.close()
+        with self._changed:
+            served = list(self._served.values())
+        for caller in served:
+            caller.connection.hang_up(parting=leaving_refusal(self._worker))
+            caller.mailbox.close()
 
     def close(self) -> None:
         """Stops accepting and closes the socket. It may be called again."""
-        if self._stop_write < 0:
+        if not self._door.close():
             return
-        os.close(self._stop_write)
-        self._stop_write = -1
-        self._thread.join(HANDSHAKE_S + 1)
-        self._sock.close()
-        os.close(self._stop_read)
         if self._path:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         self._callers.put(None)
 
-    def _accept_loop(self) -> None:
-        self._sock.setblocking(False)
-        poller = select.poll()
-        poller.register(self._sock.fileno(), select.POLLIN)
-        poller.register(self._stop_read, select.POLLIN | select.POLLHUP)
-        while True:
-            # This wait has no deadline, because the next connection or `close` ends it.
-            if any(descriptor == self._stop_read for descriptor, _ in poller.poll()):
-                return
-            try:
-                accepted, address = self._sock.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                continue
-            except OSError as error:
-                # The process is out of descriptors or memory. Others may free some, and this thread
-                # must not spin meanwhile.
-                self._complaints.log(f"cannot accept a connection: {system_failure('accept', error)}")
-                time.sleep(ACCEPT_RETRY_S)
-                continue
-            self._admit(accepted, origin_of(address))
-
-    def _admit(self, accepted: socket.socket, origin: str) -> None:
-        """Starts the handshake of a new connection. Where there are too many, an older one goes."""
-        if not self._threads.acquire(timeout=HANDSHAKE_S):
-            self._complaints.log(f"dropped a connection from {origin or 'this user'}: no handshake ended for {HANDSHAKE_S:g} s")
-            accepted.close()
-            return
-        try:
-            newcomer = Stranger(Connection(accepted), origin, is_plain=self._encryption is None)
-        except PeerGone:
-            self._threads.release()
-            return
-        displaced = self._strangers.admit(newcomer)
-        if displaced is not None:
-            self._complaints.log(
-                f"dropped a connection from {displaced.origin or 'this user'} that had not proved the key, for a newer one"
-            )
-            # The thread of its handshake closes it. The parting word tells a host why; one that
-            # encrypts could not read it, and tries again all the same.
-            displaced.connection.hang_up(parting=crowded_refusal(self._worker, MAX_STRANGERS) if displaced.is_plain else None)
-        try:
-            threading.Thread(target=self._handshake, args=(newcomer,), name="handshake", daemon=True).start()
-        except RuntimeError as error:
-            # The process has as many threads as the system allows.
-            self._complaints.log(f"dropped a connection: {error}")
-            self._dismiss(newcomer)
-            newcomer.connection.close()
-
-    def _handshake(self, stranger: Stranger) -> None:
+    def _welcome(self, stranger: Stranger, deadline: float) -> None:
+        """Makes the handshake of a connection whose first byte is there, and hands it on."""
         connection = stranger.connection
-        try:
-            connection.require_same_user()
-            now = time.monotonic()
-            connection.await_byte(deadline=now + FIRST_BYTE_S, waiting_for="the first byte of a host")
-            stranger.has_spoken = True
-            deadline = now + HANDSHAKE_S
-            if self._encryption is not None:
-                takes_control = self._key is not None
-                self._encryption.answer(connection, worker=self._worker, takes_control=takes_control, deadline=deadline)
-                stranger.is_plain = not connection.is_encrypted
-            peer = authenticate_host(connection, key_for=partial(self._key_for, connection), deadline=deadline)
-            # A newer connection may have displaced this one until here; from here on none can.
-            if not self._strangers.leave(stranger):
-                raise PeerGone("displaced at the end of its handshake")
-            self._dispatch(connection, peer)
-        except ProtocolError as error:
-            self._complaints.log(f"refused a connection from {stranger.origin or 'this user'}: {error}")
-            with contextlib.suppress(DflashError):
-                connection.send(to_refusal(error), deadline=time.monotonic() + 1.0)
-            connection.close()
-        except (DflashError, OSError) as error:
-            if not stranger.was_displaced:
-                self._complaints.log(f"a connection from {stranger.origin or 'this user'} ended in its handshake: {error}")
-            connection.close()
-        finally:
-            self._dismiss(stranger)
-
-    def _dismiss(self, stranger: Stranger) -> None:
-        self._strangers.leave(stranger)
-        self._threads.release()
+        if self._encryption is not None:
+            takes_control = self._key is not None
+            self._encryption.answer(connection, worker=self._worker, takes_control=takes_control, deadline=deadline)
+            stranger.is_plain = not connection.is_encrypted
+        peer = authenticate_host(connection, key_for=partial(self._key_for, connection), deadline=deadline)
+        self._door.admit_proven(stranger)
+        self._dispatch(connection, peer)
 
     def _key_for(self, connection: Connection, opening: Open) -> bytes:
         if opening.role != Role.CONTROL:
-            mailbox = self._mailbox
+            mailbox = self._mailbox_of(opening.session_id)
             if mailbox is None:
-                raise ProtocolError("session_id: this worker has no session")
+                raise ProtocolError("session_id: this worker has no such session")
             if mailbox.is_encrypted and not connection.is_encrypted:
                 raise ProtocolError(f"{SETTING}: the session is encrypted and this connection of it is not")
             return mailbox.key_for(opening)
@@ -330,70 +212,68 @@ class Listener:
             raise ProtocolError("role: this listener takes no control connections")
         return self._key
 
+    def _mailbox_of(self, session_id: bytes) -> Mailbox | None:
+        with self._changed:
+            served, private = self._served.get(session_id), self._private
+        if served is not None:
+            return served.mailbox
+        return private if private is not None and private.session_id == session_id else None
+
     def _dispatch(self, connection: Connection, peer: Peer) -> None:
-        mailbox = self._mailbox
         if peer.role != Role.CONTROL:
-            if mailbox is None or mailbox.session_id != peer.session_id:
+            mailbox = self._mailbox_of(peer.session_id)
+            if mailbox is None:
                 connection.close()
                 return
             mailbox.deliver(peer.role, peer.generation, connection.detach())
             return
-        self._end_former(mailbox, peer)
-        if self._has_caller.acquire(timeout=PARTING_S):
-            self._served = connection
-            self._callers.put(Caller(connection, peer))
-        else:
-            connection.send(busy_refusal(self._worker), deadline=time.monotonic() + 1.0)
+        mailbox = Mailbox(peer.session_id, peer.session_key, is_encrypted=connection.is_encrypted)
+        refusal = self._take_place(Caller(connection, mailbox))
+        if refusal is not None:
+            connection.send(refusal, deadline=time.monotonic() + 1.0)
             connection.close()
 
-    def _end_former(self, mailbox: Mailbox | None, peer: Peer) -> None:
-        """Ends the session that is served where its own host comes back. After a cut of the network
-        the host has given it up long before its farewell arrives, which TCP sends again after ever
-        longer pauses. And what it asked for last may arrive first: the worker then waits for a data
+    def _take_place(self, caller: Caller) -> Refusal | None:
+        """Gives a host one of the places, or returns why it gets none.
+
+        A host that comes back ends its own former session before. After a cut of the network it has
+        given that up long before its farewell arrives, which TCP sends again after ever longer
+        pauses. And what it asked for last may arrive first: the worker then waits for a data
         connection that the host does not dial any more.
         """
-        served = self._served
-        if mailbox is not None and served is not None and mailbox.session_id == peer.session_id:
-            log.info("worker %s: its host is back and has given up the session that is served", self._worker)
-            served.hang_up()
-            mailbox.close()
-
-
-class Complaints:
-    """Writes the log lines that strangers cause, at most one a second, so that they cannot fill a
-    disk. Each line says how many were left out before it. Any thread may call.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._quiet_until = 0.0
-        self._num_withheld = 0
-
-    def log(self, text: str) -> None:
-        """Logs a warning, or counts it where one was logged less than a second ago."""
-        with self._lock:
-            now = time.monotonic()
-            if now < self._quiet_until:
-                self._num_withheld += 1
-                return
-            num_withheld, self._num_withheld = self._num_withheld, 0
-            self._quiet_until = now + COMPLAINT_EVERY_S
-        log.warning("%s%s", text, f" (and {num_withheld} more such lines, withheld)" if num_withheld else "")
+        session_id, until = caller.mailbox.session_id, time.monotonic() + PARTING_S
+        with self._changed:
+            former = self._served.get(session_id)
+        if former is not None:
+            log.info("worker %s: a host is back and has given up its session that is served", self._worker)
+            former.connection.hang_up()
+            former.mailbox.close()
+        with self._changed:
+            while session_id in self._served or len(self._served) >= self._max_sessions:
+                left = until - time.monotonic()
+                if left <= 0:
+                    return busy_refusal(self._worker, self._max_sessions, is_back=session_id in self._served)
+                self._changed.wait(left)
+            self._served[session_id] = caller
+            self._callers.put(caller)
+        return None
 
 
 def open_listener(
-    address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0, encryption: str = "auto"
-) -> Listener:
+    address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0, encryption: str = "auto",
+    max_sessions: int = 1,
+) -> Listener:  # fmt: skip
     """Opens the listener of a worker that is started by hand. TCP needs a key; a Unix socket does
     without, because the kernel vouches for the peer's uid. `buffer_bytes` is for TCP, as in
-    `open_tcp_listener`, and so is `encryption`, the setting of this name.
+    `open_tcp_listener`, and so is `encryption`, the setting of this name. It takes `max_sessions`
+    hosts at a time.
 
     Raises ConfigError when TCP has no key, connections shall be encrypted and this machine has no
     libssl, or the address cannot be had.
     """
     if address.path:
         sock = open_unix_listener(address.path)
-        return Listener(sock, worker=worker, key=key or PEER_CREDENTIAL_KEY, path=address.path)
+        return Listener(sock, worker=worker, key=key or PEER_CREDENTIAL_KEY, path=address.path, max_sessions=max_sessions)
     if key is None:
         reach = "any local user" if address.is_loopback else "anyone on the network"
         raise ConfigError(
@@ -402,4 +282,4 @@ def open_listener(
         )
     require_library(encryption, address, who=f"worker {worker}")
     sock = open_tcp_listener(address.host, address.port, buffer_bytes)
-    return Listener(sock, worker=worker, key=key, encryption=Encryption(encryption, key))
+    return Listener(sock, worker=worker, key=key, encryption=Encryption(encryption, key), max_sessions=max_sessions)

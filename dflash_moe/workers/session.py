@@ -1,5 +1,6 @@
 """The worker's end of the session with one host: it answers control messages, and serves the
-current data path in a thread of its own.
+current data path in a thread of its own. A worker may have several at once, which share its store
+and take turns to compute.
 
 The C++ loop computes without the GIL. So the control thread sees the hang-up of the host at once,
 even in a long call.
@@ -10,21 +11,23 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from dflash_moe import _core
-from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
+from dflash_moe.config.cache import NO_CACHE, CacheSettings
+from dflash_moe.errors import ConfigError, DflashError, ProtocolError, UnsupportedError, WorkerLost, WorkerTimeout
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.expert_store import ExpertStore
-from dflash_moe.model.scrub import HeldWeights, WeightScrub
 from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
-from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.framing import Connection, Detached, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, choose_numerics, identity_of, local_identity, require_equal
+from dflash_moe.protocol.mailbox import Mailbox
 from dflash_moe.protocol.messages import (
     Attach,
     Attached,
@@ -47,13 +50,14 @@ from dflash_moe.protocol.messages import (
 from dflash_moe.protocol.paths import TRANSPORTS, terms_of
 from dflash_moe.protocol.rows import floats_of
 from dflash_moe.protocol.schema import Message
+from dflash_moe.store.expert_store import ExpertStore
+from dflash_moe.store.scrub import HeldWeights, WeightScrub
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.version import __version__
 from dflash_moe.workers.loader import held_weights, load_shard
-from dflash_moe.workers.mailbox import Mailbox
-from dflash_moe.workers.resident import ResidentWeights, StoreKind
+from dflash_moe.workers.resident import ResidentWeights, SharedStore, StoreKind, settings_differ
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,9 @@ PROGRESS_EVERY_S = 0.3
 # A worker spins this long before it sleeps where a core is free for it. The own overhead of a call
 # is below this.
 SPIN_NS = 50_000
+# A session has no more shards: sixteen in each of as many layers as a message can name. Mapped
+# weights need no memory that would bound them.
+MAX_SHARDS = 1 << 16
 # A call that is being computed ends first, which takes as long as it takes; without progress for so
 # long it hangs.
 STOP_S = 10.0
@@ -90,6 +97,15 @@ class WorkerIdentity:
     memory_limit: int = 0
     # An empty name leaves the kernel set to the host.
     isa: str = ""
+    # What may be kept on this machine's disk.
+    cache: CacheSettings = NO_CACHE
+    # The setting of this name. Where it is on, nothing travels in clear, whatever a host asks for.
+    encryption: str = "auto"
+
+
+def _free_bytes(kind: StoreKind, device: _core.BackendDevice | None) -> int:
+    """Returns how many bytes are free where weights will lie."""
+    return device.free_bytes() if device is not None and kind.choice.has_own_memory else memory_available()
 
 
 @dataclass(slots=True)
@@ -114,17 +130,18 @@ class WorkerSession:
     # A host that has greeted may take so many seconds to its first load or attach, and has HELLO_S
     # at most to greet. One that started this process has 0, and may take as long as it lives.
     patience_s: float = 0.0
-    # Loaded weights outlive a session here, for the host's next one. The default keeps none.
+    # A worker that registers dials the connections of its paths itself: role, generation, and the
+    # bytes of the buffers. The others await them at `listen`.
+    dial: Callable[[Role, int, int], Detached] | None = None
+    # Other sessions of the worker use the same weights, which outlive this one. The default is for
+    # a worker with one session, and keeps none.
     resident: ResidentWeights = field(default_factory=ResidentWeights)
-    _store: ExpertStore | None = None
-    _kind: StoreKind | None = None
+    _shared: SharedStore | None = None
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
-    _cpus: tuple[int, ...] = ()
     # These classes were offered in the answer to Hello; each shard has one of them.
     _offered: tuple[str, ...] = ()
-    _scrub: WeightScrub | None = None
-    _loans: dict[tuple[int, int], _core.ResidentShard] = field(default_factory=dict)
+    _held: dict[tuple[int, int], HeldWeights] = field(default_factory=dict)
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
@@ -139,10 +156,10 @@ class WorkerSession:
             self._deadline = time.monotonic() + min(HELLO_S, self.patience_s)
         try:
             while not self._is_over:
-                # Until the first load or attach the worker does not wait for ever, since it serves
-                # nobody else meanwhile. Afterwards it waits as long as the host lives: a host may
-                # be idle for days, a hang-up ends the wait, and so does keep-alive for a host that
-                # vanished without one.
+                # Until the first load or attach the worker does not wait for ever, since the place
+                # of this session is another host's meanwhile. Afterwards it waits as long as the
+                # host lives: a host may be idle for days, a hang-up ends the wait, and so does
+                # keep-alive for a host that vanished without one.
                 message = self.connection.receive(deadline=self._deadline, waiting_for="what a host asks for")
                 self._answer(message)
             return "the host said goodbye"
@@ -156,7 +173,7 @@ class WorkerSession:
             return str(error)
 
     def _give_up(self) -> str:
-        """Ends the session of a host that holds the worker and uses nothing of it."""
+        """Ends the session of a host that uses nothing of the worker."""
         missed = f"neither loaded nor attached anything within {self.patience_s:g} s"
         if self._worker is None:
             missed = f"did not greet within {min(HELLO_S, self.patience_s):g} s"
@@ -170,14 +187,13 @@ class WorkerSession:
         may be called again.
         """
         self._stop_serving()
-        if self._scrub is not None:
-            self._scrub.close()
-        self._loans.clear()
-        if self._worker is not None and self._store is not None and self._kind is not None:
+        if self._worker is not None and self._shared is not None:
+            self._shared.scrub.release(list(self._held.values()))
+            self._held.clear()
             self._worker.stop_pulse()
             self._worker.give_back()
-            self.resident.keep(self._kind, self._store)
-            self._worker = self._store = None
+            self.resident.leave(self._worker)
+            self._worker = self._shared = None
         self.mailbox.close()
         self.connection.close()
 
@@ -221,29 +237,20 @@ class WorkerSession:
             raise ProtocolError("message Hello: arrived twice in one session")
         ours = local_identity(self.identity.name, self.identity.model_fingerprint)
         require_equal(identity_of(message), ours, name=self.identity.name)
-        threads = self.identity.threads or max(1, message.threads)
-        isa = _core.parse_isa(self.identity.isa or message.isa or _core.best_isa())
-        choice = DeviceChoice(message.backend, message.device, message.simulate)
-        device = open_device(choice, threads=threads, name=self.identity.name)
-        numerics, self._offered = choose_numerics(message.numerics_class, isa, name=self.identity.name, device=device)
-        check_cpus(message.cpus, name=self.identity.name)
+        asked = self._kind_of(message)
         spin_ns = message.spin_ns
         if self.identity.threads:
             # The host did not start this worker and does not know the cores of this machine.
-            spin_ns = SPIN_NS if usable_cores() > threads else 0
-        self._kind = StoreKind(isa, threads, message.cpus, choice, message.weights_layout)
-        self._store = self.resident.take(
-            self._kind,
-            lambda: ExpertStore(
-                isa=isa, threads=threads, cpus=message.cpus, device=device, weights_layout=message.weights_layout,
-                memory_limit=self.identity.memory_limit,
-            ),
-        )  # fmt: skip
-        self._worker = _core.Worker(name=self.identity.name, spin_ns=spin_ns, slowdown=message.slowdown)
-        self._cpus = message.cpus
-        if message.scrub_s > 0:
-            self._scrub = WeightScrub(self._store, self.identity.checkpoint, period_s=message.scrub_s, tell=self._tell_change)
-            self._scrub.start()
+            spin_ns = SPIN_NS if usable_cores() > self.identity.threads else 0
+        worker = _core.Worker(name=self.identity.name, spin_ns=spin_ns, slowdown=message.slowdown)
+        shared = self.resident.join(asked, worker, message.scrub_s, name=self.identity.name, make=self._make_store)
+        kind, device, store = shared.kind, shared.device, shared.store
+        try:
+            numerics, self._offered = choose_numerics(message.numerics_class, kind.isa, name=self.identity.name, device=device)
+        except DflashError:
+            self.resident.leave(worker)
+            raise
+        self._shared, self._worker = shared, worker
         self._be_patient_with(message)
         self._send(
             HelloReply(
@@ -254,22 +261,48 @@ class WorkerSession:
                 wire_limits=dict(ours.wire_limits),
                 dtypes=ours.dtypes,
                 capabilities=CAPABILITIES,
-                isa=isa if device is None else device.arch,
-                threads=threads,
+                isa=kind.isa if device is None else device.arch,
+                threads=kind.threads,
                 pid=os.getpid(),
-                memory_available=device.free_bytes() if device is not None and choice.has_own_memory else memory_available(),
+                memory_available=_free_bytes(kind, device),
                 memory_limit=self.identity.memory_limit,
                 numerics_offered=self._offered,
                 device="" if device is None else device.label,
-                kept_bytes=self._store.resident_bytes if message.weights_layout == "packed" else 0,
+                kept_bytes=store.resident_bytes if kind.weights_layout != "mapped" else 0,
             )
         )
-        pinned = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
-        where = f"isa {isa}" if device is None else f"device {device.label}"
+        pinned = f" on CPUs {', '.join(map(str, kind.cpus))}" if kind.cpus else ""
+        where = f"isa {kind.isa}" if device is None else f"device {device.label}"
         secrecy = "encrypted" if self.connection.is_encrypted else "not encrypted"
         way = f"over TCP, {secrecy}" if self.connection.is_tcp else "over a Unix socket"
         log.info("session opened %s by dflash_moe %s: %s, numerics %s, %d threads%s",
-                 way, message.package_version, where, numerics, threads, pinned)  # fmt: skip
+                 way, message.package_version, where, numerics, kind.threads, pinned)  # fmt: skip
+
+    def _kind_of(self, hello: Hello) -> StoreKind:
+        """Returns how the host needs the worker to compute: what the worker was started with, else
+        what the host says, which may leave it open. Raises ConfigError where the two differ.
+        """
+        identity, choice = self.identity, DeviceChoice(hello.backend, hello.device, hello.simulate)
+        own = (("isa", hello.isa, identity.isa), ("threads", hello.threads if choice.is_processor else 0, identity.threads))
+        for setting, asked, has in own:
+            if asked and has and asked != has:
+                raise settings_differ(identity.name, setting, asked, has)
+        slots_bytes = min(hello.slots_bytes, identity.memory_limit or hello.slots_bytes)
+        return StoreKind(
+            identity.isa or hello.isa, identity.threads or hello.threads, hello.cpus, choice, hello.weights_layout, slots_bytes
+        )
+
+    def _make_store(self, kind: StoreKind) -> SharedStore:
+        identity = self.identity
+        device = open_device(kind.choice, threads=kind.threads, name=identity.name)
+        check_cpus(kind.cpus, name=identity.name)
+        # A host that has started this worker has asked for the memory of all that it starts before.
+        free_bytes = partial(_free_bytes, kind, device) if identity.threads else None
+        store = ExpertStore(
+            isa=kind.isa, threads=kind.threads, cpus=kind.cpus, device=device, weights_layout=kind.weights_layout,
+            memory_limit=identity.memory_limit, cache=identity.cache, slots_bytes=kind.slots_bytes, free_bytes=free_bytes,
+        )  # fmt: skip
+        return SharedStore(kind, device, store, WeightScrub(store, period_s=0.0))
 
     def _be_patient_with(self, hello: Hello) -> None:
         """Gives a host more time to its first load where its own time-outs are long. A host greets
@@ -280,13 +313,13 @@ class WorkerSession:
             self.patience_s = max(self.patience_s, 4 * hello.start_timeout_s)
             self._deadline = time.monotonic() + self.patience_s
 
-    def _require_worker(self, message: Message) -> tuple[ExpertStore, _core.Worker]:
-        if self._worker is None or self._store is None:
+    def _require_worker(self, message: Message) -> tuple[SharedStore, _core.Worker]:
+        if self._worker is None or self._shared is None:
             raise ProtocolError(f"message {type(message).__name__}: arrived before Hello")
-        return self._store, self._worker
+        return self._shared, self._worker
 
     def _load(self, message: LoadShard) -> None:
-        store, worker = self._require_worker(message)
+        shared, worker = self._require_worker(message)
         if self._path is not None:
             raise ProtocolError("message LoadShard: arrived after Attach")
         if message.numerics not in self._offered:
@@ -294,15 +327,23 @@ class WorkerSession:
                 f"message LoadShard: field numerics: {message.numerics!r} is not among those of HelloReply, "
                 f"{', '.join(self._offered)}"
             )
-        loan = load_shard(store, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress)
+        if len(self._held) >= MAX_SHARDS:
+            raise ConfigError(
+                f"worker {self.identity.name}: {message.name} shard {message.shard}: this host has {MAX_SHARDS} shards here, "
+                "and may have no more; give it fewer layers, or fewer shards in each"
+            )
+        loan = load_shard(
+            shared.store, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress,
+            self.connection.has_news,
+        )  # fmt: skip
         worker.hold(message.layer, message.shard, loan)
-        self._loans[message.layer, message.shard] = loan
-        if self._scrub is not None:
-            self._scrub.hold(held_weights(message, loan))
+        held = held_weights(message, loan, self.identity.checkpoint, self._tell_change)
+        self._held[message.layer, message.shard] = held
+        shared.scrub.hold(held)
         checksum, _ = loan.content()
         self._send(
             ShardLoaded(
-                layer=message.layer, shard=message.shard, resident_bytes=store.resident_bytes,
+                layer=message.layer, shard=message.shard, resident_bytes=shared.store.resident_bytes,
                 is_checked=checksum is not None, content_checksum=checksum or 0,
             )
         )  # fmt: skip
@@ -310,9 +351,9 @@ class WorkerSession:
     def _report_progress(self, _count: int) -> None:
         self._num_loaded += 1
         now = time.monotonic()
-        if now - self._last_progress >= PROGRESS_EVERY_S and self._store is not None:
+        if now - self._last_progress >= PROGRESS_EVERY_S and self._shared is not None:
             self._last_progress = now
-            self._send(Progress(counter=self._num_loaded, resident_bytes=self._store.resident_bytes))
+            self._send(Progress(counter=self._num_loaded, resident_bytes=self._shared.store.resident_bytes))
 
     def _checksum(self, message: ChecksumRequest) -> None:
         _, worker = self._require_worker(message)
@@ -328,28 +369,26 @@ class WorkerSession:
         )  # fmt: skip
 
     def _compute_row(self, message: ComputeRow) -> None:
-        loan = self._loans.get((message.layer, message.shard))
-        if loan is None:
+        held = self._held.get((message.layer, message.shard))
+        if held is None:
             raise ProtocolError(f"message ComputeRow: layer {message.layer}, shard {message.shard} is not held")
-        row = loan.compute_rows(
+        row = held.loan.compute_rows(
             message.row, message.row_dtype, row_counts=[len(message.local_expert_ids)],
             local_expert_ids=message.local_expert_ids, weights=floats_of(message.weights), reply_dtype=message.reply_dtype,
         )  # fmt: skip
         self._send(RowComputed(layer=message.layer, shard=message.shard, row=row))
 
-    def _tell_change(self, held: HeldWeights, local_expert_id: int, failure: str) -> None:
-        self._send_quietly(
-            WeightsChanged(layer=held.layer, shard=held.shard, local_expert_id=local_expert_id, failure=failure[:300])
-        )
+    def _tell_change(self, layer: int, shard: int, local_expert_id: int, failure: str) -> None:
+        self._send_quietly(WeightsChanged(layer=layer, shard=shard, local_expert_id=local_expert_id, failure=failure[:300]))
 
     def _attach(self, message: Attach) -> None:
-        store, worker = self._require_worker(message)
-        # All loads are done. What a former session has left and this one did not ask for goes.
-        store.drop_unborrowed()
+        shared, worker = self._require_worker(message)
+        shared.store.begin_service()
         with Descriptors() as offered:
             offered.hold(self.connection.take_descriptors(message.num_descriptors))
             kind = self._transport_of(message)
             self._stop_serving()
+            self._require_room(message)  # that of a former path is free now
             secured = self._await_dialled(message, offered) if kind.is_dialled else {}
             pulse = secured.get(Role.PULSE) or self._pulse_of(message, offered)
             data = secured.get(Role.DATA)
@@ -369,21 +408,42 @@ class WorkerSession:
         kind = TRANSPORTS.get(message.transport)
         if kind is None:
             raise ProtocolError(f"message Attach: field transport: found {message.transport!r}, known are {CAPABILITIES}")
+        if kind.is_clear and self.identity.encryption == "on":
+            raise UnsupportedError(
+                f"transport {kind.name} carries calls in clear, and worker {self.identity.name} was started with "
+                "--encryption on; start it without that, or take another transport at the host"
+            )
         if message.is_open and self.identity.threads is not None:
             raise ProtocolError("message Attach: field is_open: only the host that started a worker may ask for that")
         return kind
+
+    def _require_room(self, message: Attach) -> None:
+        """Refuses a path whose slots this machine has no memory for. A host that has started this
+        worker has asked for the memory of all that it starts before.
+        """
+        needed = message.num_slots * (message.request_bytes + message.reply_bytes)
+        if self.identity.threads and needed > (free := memory_available()):
+            raise ConfigError(
+                f"worker {self.identity.name}: memory: {message.num_slots} slots of {message.request_bytes >> 10} and "
+                f"{message.reply_bytes >> 10} KiB need {needed >> 10} KiB, and {free >> 10} KiB are free there now; ask for "
+                "fewer slots or shorter messages, or free memory on that machine"
+            )
 
     def _await_dialled(self, message: Attach, offered: Descriptors) -> dict[Role, _core.SecureSocket]:
         """Waits for the connections that no descriptor can bring, and adds them to the offer as if
         they had come with it: data, then pulse. Returns those that are encrypted instead.
         """
-        self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
+        if self.dial is None:
+            self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
         awaited = [(Role.DATA, message.generation)] + ([(Role.PULSE, 0)] if message.has_pulse else [])
         secured: dict[Role, _core.SecureSocket] = {}
         for role, generation in awaited:
             # A host asks one question at a time. Once its next one is there, or its hang-up, it has
             # given this path up, and across a bad network it does so before the worker hears of it.
-            arrived = self.mailbox.collect(role, generation, seconds=ATTACH_S, is_given_up=self.connection.has_news)
+            if self.dial is not None:
+                arrived = self.dial(role, generation, message.socket_buffer_bytes if role is Role.DATA else 0)
+            else:
+                arrived = self.mailbox.collect(role, generation, seconds=ATTACH_S, is_given_up=self.connection.has_news)
             if isinstance(arrived, int):
                 offered.hold([arrived])
             else:
@@ -401,7 +461,8 @@ class WorkerSession:
         return offered.take_last()
 
     def _serve(self, worker: _core.Worker, channel: _core.Channel, generation: int) -> None:
-        pin_to_first(self._cpus)
+        if self._shared is not None:
+            pin_to_first(self._shared.kind.cpus)
         try:
             worker.serve(channel, generation)
         except WorkerLost as hung_up:
@@ -434,9 +495,13 @@ class WorkerSession:
     def _counters(self) -> dict[str, int]:
         memory = process_memory()
         counters = dict(self._worker.stats()) if self._worker is not None else {}
-        if self._store is not None:
-            counters["resident_weight_bytes"] = self._store.resident_bytes
-        if self._scrub is not None:
-            counters |= self._scrub.stats()
+        if self._shared is not None:
+            store = self._shared.store
+            counters |= self.resident.counters() | self._shared.scrub.stats()
+            counters["resident_weight_bytes"] = store.resident_bytes
+            counters |= store.panel_counters() | store.slot_counters() | store.batch_counters()
+        counters["fabric_strangers"] = _core.fabric_strangers()
         counters |= {"anonymous_bytes": memory.anonymous_bytes, "file_bytes": memory.file_bytes}
+        # Pages of panels or of the mapped checkpoint that had to come back from the disk.
+        counters["major_faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         return {key: max(0, int(value)) for key, value in counters.items()}

@@ -8,7 +8,8 @@ found by its file and not by the path: it need not be installed, and its folder 
 path.
 
 Run as `python start.py dflash_moe worker --name NAME --model DIR --control-fd N --key-fd N
---parent-pid N` by holders/launcher.py and nobody else. So the line is taken as it is: to import
+--parent-pid N --cache-path DIR --cache-max-bytes N --cache-panels WORD` by holders/launcher.py and
+nobody else. So the line is taken as it is: to import
 what parses a person's command line would make a start longer by a fifth. The first two arguments
 only say what it is in lists of processes.
 SPDX-License-Identifier: Apache-2.0
@@ -45,12 +46,15 @@ def run() -> None:
     # one for each core as soon as it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+    from dflash_moe.config.cache import CacheSettings
     from dflash_moe.workers.process import run_started_worker
 
     told = dict(zip(sys.argv[3::2], sys.argv[4::2], strict=True))
     control_fd, key_fd, parent_pid = (int(told[option]) for option in ("--control-fd", "--key-fd", "--parent-pid"))
-    name, model = told["--name"], Path(told["--model"])
-    sys.exit(run_started_worker(name=name, model=model, control_fd=control_fd, key_fd=key_fd, parent_pid=parent_pid))
+    name, model, cache = told["--name"], Path(told["--model"]), CacheSettings.from_options(told)
+    sys.exit(
+        run_started_worker(name=name, model=model, control_fd=control_fd, key_fd=key_fd, parent_pid=parent_pid, cache=cache)
+    )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from dflash_moe.errors import UnsupportedError
 
 # Who lacks one of these cannot import what needs it, and that is no finding. Everything else is.
 OTHERS = frozenset(
-    ("click", "gguf", "httptools", "huggingface_hub", "matplotlib", "msgpack", "numpy", "prometheus_client", "prompt_toolkit",
-     "rich", "safetensors", "sglang", "starlette", "tokenizers", "torch", "transformers", "typer", "uvicorn", "vllm", "yaml")
+    ("blake3", "click", "gguf", "httptools", "huggingface_hub", "matplotlib", "msgpack", "numpy", "prometheus_client",
+     "prompt_toolkit", "ray", "rich", "safetensors", "sglang", "starlette", "tokenizers", "torch", "transformers",
+     "typer", "uvicorn", "vllm", "yaml")
 )  # fmt: skip
 EXTENSIONS = ("_core", "_measure", "_simulation")
 

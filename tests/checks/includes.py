@@ -8,8 +8,8 @@
     wire, transport/ring, cards <- device_exchange <- cards/entry (the plug-ins, no core)
     client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
 
-Inside transport, secure is below the other folders and stream alone builds on it; the room's own
-files join them. And inside compute: formats <- numerics <- experts <- operators <- reference <-
+Inside transport, secure is below the other folders, and stream and fabric build on it; the room's
+own files join them. And inside compute: formats <- numerics <- experts <- operators <- reference <-
 cpu.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -73,11 +73,12 @@ MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "transport": {
         "secure": set(),
-        "": {"secure", "shared", "stream"},
+        "": {"secure", "shared", "stream", "fabric"},
         "ring": {""},
         "loopback": {"", "ring"},
         "shared": {"", "ring"},
         "stream": {"", "ring", "secure"},
+        "fabric": {"", "ring", "secure"},
         "faulty": {""},
     },
 }

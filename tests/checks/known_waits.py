@@ -104,6 +104,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/measure/bell_device.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
     },
+    "csrc/measure/fabric_floor.cc": {
+        "::ppoll": "bounded: a tenth of a second at most, after which the deadline is looked at",
+    },
     "csrc/measure/floor.cc": {
         "::poll": "bounded: the ten seconds of kTimeoutNs",
         "::sendmsg": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",
@@ -130,14 +133,39 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/store/watched_files.cc": {
         "lock mutex_": "bounded: held over one fstat per file, and after a change over a tick of the kernel, 20 ms at most",
     },
+    "csrc/store/compute_turns.cc": {
+        "lock mutex_": "straight: reads a length or counts",
+        "lock turns_.mutex_": "straight: changes lists of as many as there are sessions",
+    },
+    "csrc/store/compute_turns.h": {
+        "lock turns_.mutex_": "straight: changes a list; the wait under it is timed and gives it up",
+    },
+    "csrc/store/damage_reports.h": {
+        "lock mutex_": "straight: adds to or takes from a queue; the wait under it is timed and gives it up",
+    },
+    "csrc/store/expert_slots.cc": {
+        "lock reads_mutex_": "bounded: guards a queue and counters; waits under it give it up, those of calls are timed",
+        "lock lease_mutex_": "bounded: held over one call, which ends kStandstillNs after the disk's last sign at the latest",
+        "wait has_reads_": "bounded: for orders of this process itself, until the destructor ends it",
+        "join reader": "bounded: stopping_ was set and told; a reader ends with the read that it has begun",
+    },
+    "csrc/store/expert_slots.h": {
+        "lock held_": "bounded: lease_mutex_, held over one call, which ends kStandstillNs after the disk's last sign",
+    },
     "csrc/store/resident_shard.cc": {
         "lock compute_mutex_": "bounded: held over one forward, or over loading one expert again from the page cache",
         "lock failure_mutex_": "straight: takes one error, and nothing is called",
         "lock files_mutex_": "straight: adds to a short list of files",
+        "lock pieces_mutex_": "straight: reads or changes pointers to an expert's memory, and gives pages back",
     },
-    "csrc/store/scrubber.cc": {"lock mutex_": "straight: sets one flag; a pause gives the lock up and has its own limit"},
+    "csrc/store/shard_panels.cc": {
+        "lock pieces_mutex_": "straight: reads or changes pointers to an expert's memory, and gives pages back",
+    },
     "csrc/store/shard_store.cc": {
         "lock mutex_": "straight: guards the table of shards; memory of a device is taken without it",
+    },
+    "csrc/transport/fabric/endpoint.cc": {
+        "lock mutex_": "bounded: held while libfabric looks at the interfaces of this machine, parts of a second",
     },
     "csrc/transport/tapped.cc": {
         "::read": _NON_BLOCKING_BELL,
@@ -200,6 +228,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/cli/chat/terminal.py": {
         "lock self._lock": "bounded: held over one write to the terminal, which a notice waits for on stderr as well",
     },
+    "dflash_moe/cli/launch.py": {
+        "call stopped.wait": "bounded: the command lasts until somebody ends it, and no party is waited for",
+    },
     "dflash_moe/cli/llama/program.py": {
         "call self._process.poll": "bounded: Popen.poll asks whether the child has ended and does not wait",
     },
@@ -228,6 +259,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "call ours.sendall": "bounded: the socket has a timeout of START_S",
         "call ours.recv": "bounded: the socket has a timeout of START_S",
         "call socket.send_fds": "bounded: the socket has a timeout of START_S",
+    },
+    "dflash_moe/integrations/ray/worker_actor.py": {
+        "call self._start().wait": "bounded: an actor lasts as long as its worker, all that this thread is for",
     },
     "dflash_moe/integrations/limited_process.py": {
         "call os.read": "bounded: the pipe does not block, and select before it has the deadline",
@@ -259,7 +293,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/integrations/tokenizer.py": {
         "call os.write": "bounded: stderr, once while a tokenizer is read; whoever stops reading it stops every line there",
     },
-    "dflash_moe/model/expert_loading.py": {
+    "dflash_moe/store/expert_loading.py": {
         "leave ThreadPoolExecutor": "bounded: each task sums up a part of one shard in memory, and waits for nobody",
     },
     "dflash_moe/protocol/control.py": {
@@ -278,6 +312,20 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/holders/audit/contents.py": {"lock self._lock": "straight: looks up and keeps one value, calls nothing"},
     "dflash_moe/holders/dialing.py": {
         "call sock.connect": "bounded: the socket has a timeout of CONNECT_S at most, set before",
+    },
+    "dflash_moe/protocol/tcp_sockets.py": {
+        "call sock.connect": "bounded: the socket has a timeout of what its caller gives, set before",
+    },
+    "dflash_moe/protocol/doorway.py": {
+        "call poller.poll": "bounded: who listens waits for others while it lives; close() ends the polled pipe",
+        "call self._sock.accept": "bounded: the listening socket is non-blocking",
+        "lock self._lock": "straight: counts the lines that are withheld, and logs after it was given up",
+    },
+    "dflash_moe/holders/newcomers.py": {
+        "call waiting.get": "bounded: it waits for newcomers while its runtime lives; call_off() puts the last one",
+    },
+    "dflash_moe/protocol/strangers.py": {
+        "lock self._lock": "bounded: held over a list of as many as its listener keeps; nothing that waits is called",
     },
     "dflash_moe/experts/expert_call.py": {
         "call self._call.result": "bounded: the core's call is done at this point, so it answers at once",
@@ -369,6 +417,13 @@ KNOWN: dict[str, dict[str, str]] = {
         "call self._events.get": "bounded: ends with a signal, the failure of the front, or the drain, which has a deadline",
         "call self._is_up.wait": "bounded: ends with the front that is up, its failure, or the process, whose daemon it is",
     },
+    "dflash_moe/store/scrub.py": {"lock self._lock": "bounded: held over looking up or keeping a shard and a few numbers"},
+    "dflash_moe/store/machine_panels.py": {
+        "lock self._lock": "bounded: held over dictionaries, and once for a checkpoint while the folder is opened",
+    },
+    "dflash_moe/store/panel_writer.py": {
+        "lock self._lock": "bounded: held over a list, or the start of a thread, which waits for no other",
+    },
     "dflash_moe/telemetry/logs.py": {
         "lock self._lock": "bounded: held over a read of at most 4 KiB of memory, or the close of its descriptor",
     },
@@ -377,16 +432,14 @@ KNOWN: dict[str, dict[str, str]] = {
         "call watching.join": "bounded: the pipe that it reads was closed a line before",
     },
     "dflash_moe/workers/listener.py": {
-        "call poller.poll": "bounded: a worker waits for hosts for as long as it lives; close() ends the polled pipe",
         "call probe.connect": "bounded: the probing socket has a timeout of one second",
         "call self._callers.get": "bounded: a worker waits for hosts for as long as it lives; stop() and close() put None",
-        "call self._sock.accept": "bounded: the listening socket is non-blocking",
-        "lock self._lock": "straight: counts the lines that are withheld, and logs after it was given up",
+    },
+    "dflash_moe/workers/process.py": {
+        "leave ThreadPoolExecutor": "bounded: a registered worker's life; stop() ends each wait and each session",
+        "call one.exception": "bounded: these threads end when stop() is called or their hosts are given up",
     },
     "dflash_moe/workers/resident.py": {
-        "lock self._lock": "bounded: held to swap what is kept and to start or cancel a timer, none of which waits",
-    },
-    "dflash_moe/workers/strangers.py": {
-        "lock self._lock": "bounded: held over a list of at most MAX_STRANGERS, which nothing that waits is called for",
+        "lock self._lock": "bounded: held over a list, and over a store made or freed, whose threads end in STOP_S",
     },
 }  # fmt: skip

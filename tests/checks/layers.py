@@ -20,7 +20,7 @@ PACKAGE = "dflash_moe"
 _GROUND = {"errors", "named_files", "telemetry"}
 _SETTINGS = _GROUND | {"config", "topology"}
 _DESCRIPTION = _SETTINGS | {"protocol", "model"}
-_SHARDS = _DESCRIPTION | {"placement"}
+_SHARDS = _DESCRIPTION | {"placement", "store"}
 _CALLS = _SHARDS | {"holders", "experts"}
 # What runs a model's own layers, what runs whole models, and the engine that batches requests.
 _MODELS = _CALLS | {"operators", "integrations"}
@@ -40,20 +40,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocol": _SETTINGS,
     "model/formats": _SETTINGS,
     "model": _SETTINGS | {"model/formats"},
+    # What is kept on disk. Messages and placements are nothing to it.
+    "store": _SETTINGS | {"model"},
     "placement": _DESCRIPTION,
-    "workers": _DESCRIPTION,
+    "workers": _DESCRIPTION | {"store"},
     # Whether a holder computes the right numbers; how holders are started is nothing to it.
     "holders/audit": _SHARDS,
     "holders": _SHARDS | {"holders/audit"},
     "experts": _SHARDS | {"holders"},
     "handover": _CALLS,
     # Operators of a host's own model. Workers are nothing to them, and what calls them is above.
-    "operators": _DESCRIPTION,
-    "operators/layers": _DESCRIPTION | {"operators"},
+    "operators": _DESCRIPTION | {"store"},
+    "operators/layers": _DESCRIPTION | {"operators", "store"},
     "integrations": _CALLS | {"operators"},
     # Imported by processes of these engines alone, which have what is imported.
     "integrations/vllm": _CALLS | {"operators", "integrations"},
     "integrations/sglang": _CALLS | {"operators", "integrations"},
+    # Has a cluster start workers; neither calls nor models are anything to it.
+    "integrations/ray": _SETTINGS | {"protocol", "workers"},
     "forward": _MODELS,
     "engine": _MODELS | {"forward"},
     "proofs": _MODELS | {"forward", "engine"},
@@ -73,10 +77,10 @@ OUTSIDE = {"bench", "tests"}
 
 # Some rooms may import these packages, but always inside a function, because importing ours must
 # work without them. What runs models is itself imported inside functions, and may do it at the top.
-HEAVY = {"torch", "transformers", "tokenizers", "matplotlib", "vllm", "sglang"}
+HEAVY = {"torch", "transformers", "tokenizers", "matplotlib", "vllm", "sglang", "ray"}
 HEAVY_AT_TOP = {"operators", "operators/layers", "integrations", "integrations/vllm", "integrations/sglang"}
 HEAVY_AT_TOP |= {"forward", "engine", "proofs"}
-HEAVY_IN_FUNCTIONS = {"model", "model/formats", "experts", "bench", "cli"} | HEAVY_AT_TOP
+HEAVY_IN_FUNCTIONS = {"model", "model/formats", "experts", "bench", "cli", "integrations/ray"} | HEAVY_AT_TOP
 # Of these packages some rooms may import only one, inside functions.
 HEAVY_ONES = {"server/front": {"tokenizers"}}
 

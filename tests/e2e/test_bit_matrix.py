@@ -1,4 +1,5 @@
-"""Mode, slice, transport, threads, instruction set and shard holder change no bit of `experts()`.
+"""Mode, slice, transport, threads, instruction set, shard holder and where weights lie change no
+bit of `experts()`.
 
 Each numerics class has bits of its own. One tiny model; every runtime's outputs are compared with
 those of one reference runtime of its class, byte for byte.
@@ -17,6 +18,7 @@ import pytest
 from dflash_moe import ExpertRuntime, Topology, _core
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology.numerics import class_on
+from tests.fabrics import require_fabric
 from tests.float_modes import FOREIGN_MODES, float_mode
 
 BF16_CLASS = class_on("bf16", "cpu")
@@ -41,11 +43,15 @@ def checkpoint(tmp_path_factory):
     )
 
 
-def topology(address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7"), numerics: str = "f32-canonical") -> Topology:
+def topology(
+    address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7"), numerics: str = "f32-canonical",
+    own: tuple[str, str] = ("", ""),
+) -> Topology:  # fmt: skip
     workers = "".join(
         f"  - {{name: w{i}, backend: cpu, threads: {threads}, experts: {{'*': '{ids}'}}"
         + (f", address: {address}" if address != "shared" else "")
         + CLASSES[numerics]
+        + own[i]
         + "}\n"
         for i, ids in enumerate(lists)
     )
@@ -105,6 +111,14 @@ def test_bits_do_not_depend_on_transport_mode_slice_or_threads(checkpoint, refer
     assert_equal_to(reference, outputs(checkpoint, topology(address, threads)))
 
 
+# The workers have one of libfabric's providers over ordinary networks, and the host offers all.
+@pytest.mark.parametrize("provider", ["net", "tcp"])
+def test_bits_do_not_depend_on_a_fabric(checkpoint, reference, monkeypatch, provider):
+    require_fabric()
+    monkeypatch.setenv("FI_PROVIDER", provider)
+    assert_equal_to(reference, outputs(checkpoint, topology("tcp", 1), transport="fabric"))
+
+
 def test_what_auto_chooses_over_a_slow_link_changes_no_bit(checkpoint, reference):
     slow = Topology.parse(
         "version: 1\nplacement: {policy: explicit}\nworkers:\n"
@@ -128,6 +142,27 @@ def test_bits_do_not_depend_on_the_instruction_set(checkpoint, references, numer
     modes = SLICES if numerics == "f32-canonical" else FEW
     found = outputs(checkpoint, topology("shared", 1, numerics=numerics), modes=modes, cpu_isa=isa)
     assert_equal_to(references(numerics), found)
+
+
+STORED, MAPPED = ", weights_layout: stored", ", weights_layout: mapped"
+# Room for a layer of each worker's experts, and not for two.
+SLOTS = (STORED + ", memory: 200KiB", STORED + ", memory: 120KiB")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize(("numerics", "isa"), OFFERS)
+def test_bits_do_not_depend_on_where_weights_lie(checkpoint, references, cache, numerics, isa):
+    # Whoever starts the second time maps what the first has written. Integers that are made at load
+    # lie in memory or in panels, whole.
+    layouts = [(STORED, STORED), (STORED, STORED), SLOTS, (MAPPED, MAPPED)][: 2 if "int8" in CLASSES[numerics] else 4]
+    for own in layouts:
+        where = topology("shared", 1, numerics=numerics, own=own)
+        found = outputs(checkpoint, where, modes=FEW, dtypes=("f32",), cpu_isa=isa, cache_path=cache)
+        assert_equal_to(references(numerics), found)
 
 
 @pytest.mark.parametrize("numerics", ROUNDING)

@@ -13,10 +13,10 @@ from bench.record.steps import STEPS, Place, Step
 
 pytestmark = [pytest.mark.long, pytest.mark.transformers]
 
-# These take nine of the eleven minutes of all, and the shortest of them 16 s.
+# These take most of the minutes of all, and the shortest of them 16 s.
 SLOWEST = {
     "faults", "timeline", "audit", "earlier-commit", "link", "verify-real", "depth", "modes", "local-remote", "serving-faults",
-    "serving-interference", "serving-peers",
+    "serving-interference", "serving-peers", "larger",
 }  # fmt: skip
 # What these run is run here too: the same program by another step, or the same sweep of a family by
 # a test of its own (tests/models/test_verify_families.py, tests/models/test_odd_settings.py).

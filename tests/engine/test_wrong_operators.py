@@ -21,6 +21,7 @@ from dflash_moe.forward import host_model
 from dflash_moe.forward.forward import PackedForward
 from dflash_moe.forward.host_model import open_host
 from dflash_moe.forward.independence import find_dependence
+from dflash_moe.forward.kept_proofs import ModelProven
 from dflash_moe.forward.rotary_tables import RotaryTables
 from dflash_moe.integrations.transformers import without_experts
 from dflash_moe.operators.step_context import StepContext
@@ -56,7 +57,7 @@ def opened(request):
     with start(request.param, "f32") as runtime, pytest.MonkeyPatch.context() as patch:
         if request.param in ("qwen3_moe", "deepseek_v3"):
             # Whole layers of ours have no modules to exchange.
-            patch.setattr(host_model, "take_layers", lambda *_arguments: None)
+            patch.setattr(host_model, "take_layers", lambda *_arguments: ModelProven())
         host = open_host(checkpoint(request.param, "f32"), runtime)
         assert host.packed is not None
         yield Opened(request.param, host.packed)

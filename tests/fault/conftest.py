@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,6 +27,9 @@ from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_checkpoint, tiny_spec
+
+if TYPE_CHECKING:
+    from tests.fault.two_machines import TwoMachines
 
 # A worker that is started by hand announces its address within this time.
 READY_S = 60.0
@@ -70,9 +73,10 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
     """Starts workers by hand, and ends them after the test."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(model: Path, listen: str, *options: str, name: str = "far") -> HandStarted:
+    def start(model: Path, listen: str, *options: str, name: str = "far", **fields: Any) -> HandStarted:
         topology = tmp_path / "worker.yaml"
-        topology.write_text(f"version: 1\nworkers:\n  - {{name: {name}, threads: 1}}\n")
+        stated = "".join(f", {key}: {value}" for key, value in fields.items())
+        topology.write_text(f"version: 1\nworkers:\n  - {{name: {name}, threads: 1{stated}}}\n")
         command = [sys.executable, "-m", "dflash_moe", "worker", "--topology", str(topology), "--name", name]
         command += ["--model", str(model), "--listen", listen, *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -85,6 +89,19 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
             process.send_signal(signal.SIGCONT)
             process.kill()
         process.communicate(timeout=200)
+
+
+@pytest.fixture
+def machines() -> Iterator[TwoMachines]:
+    from tests.fault.two_machines import TwoMachines
+
+    made = TwoMachines()
+    reason = made.make()
+    if reason:
+        made.close()
+        pytest.skip(f"two network namespaces cannot be made: {reason}")
+    yield made
+    made.close()
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

@@ -1,6 +1,7 @@
 """A host in a network namespace of its own, that calls a worker and captures the packets of its
-link meanwhile: `python host_on_a_network.py MODEL KEY_FILE ADDRESS ENCRYPTION`. It prints what it
-found as JSON.
+link meanwhile: `python host_on_a_network.py MODEL KEY_FILE ADDRESS WORKER SETTINGS`. WORKER is what
+the topology says of the worker besides, in YAML; SETTINGS are those of the runtime, in JSON. It
+prints what it found as JSON.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -25,6 +26,8 @@ from tests.expert_cases import Expected, make_batch, tiny_spec  # noqa: E402
 
 EVERY_PACKET = 3  # ETH_P_ALL of linux/if_ether.h
 NUM_ROWS = 20
+# Where workers that register find this host.
+HEAD = "tcp://192.0.2.1:7170"
 
 
 class Capture:
@@ -53,13 +56,16 @@ class Capture:
         return b"".join(self._packets)
 
 
-def main(model: str, key_file: str, address: str, encryption: str) -> dict[str, Any]:
+def main(model: str, key_file: str, address: str, worker: str, settings: str) -> dict[str, Any]:
     spec = tiny_spec(Path(model))
     batch = make_batch(NUM_ROWS)
-    topology = Topology.parse(f"version: 1\nworkers:\n  - {{name: far, threads: 1, address: '{address}'}}\n")
+    head = f"registration: {{listen: '{HEAD}'}}\n" if address == "registered" else ""
+    topology = Topology.parse(f"version: 1\n{head}workers:\n  - {{name: far, threads: 1, address: {address!r}{worker}}}\n")
     capture = Capture("dm0")
     try:
-        with ExpertRuntime.start(topology, model=spec, key_file=key_file, encryption=encryption, dtype="f32") as runtime:
+        overrides: dict[str, Any] = {"key_file": key_file, "dtype": "f32", **json.loads(settings)}
+        with ExpertRuntime.start(topology, model=spec, **overrides) as runtime:
+            transport = runtime.stats()["transports"]["far"]
             found = np.asarray(runtime.experts(0, *batch))
             expected = Expected(runtime.placement, spec).experts(0, batch)
     except DflashError as error:
@@ -67,7 +73,8 @@ def main(model: str, key_file: str, address: str, encryption: str) -> dict[str, 
     finally:
         seen = capture.close()
     num_seen = sum(row.tobytes() in seen for row in batch.hidden_states)
-    return {"is_equal": bool(np.array_equal(found, expected)), "num_captured_bytes": len(seen), "num_rows_seen": num_seen}
+    is_equal = bool(np.array_equal(found, expected))
+    return {"is_equal": is_equal, "num_captured_bytes": len(seen), "num_rows_seen": num_seen, "transport": transport}
 
 
 if __name__ == "__main__":

@@ -7,18 +7,12 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
 import secrets
-import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +26,8 @@ from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.encryption import identity_of
 from tests.expert_cases import call, expected_of, make_batch
-from tests.fault.conftest import READY_S, HandStarted, StartWorker, far_topology, first_line
+from tests.fault.conftest import READY_S, HandStarted, StartWorker, far_topology
+from tests.fault.two_machines import TwoMachines, host_there, worker_there
 
 # Calls whose reply will not come, because a changed length has the reader wait, end after this.
 # A worker that came back by itself would hide that its connection had ended.
@@ -192,88 +187,19 @@ def test_a_thousand_bad_handshakes_get_nothing_while_a_session_is_served(
     assert worker.process.poll() is None
 
 
-class TwoMachines:
-    """Two network namespaces with one link between them, as two machines with one cable."""
-
-    def __init__(self) -> None:
-        self.host, self.worker = (f"dflash{os.getpid()}{end}" for end in "hw")
-
-    def make(self) -> str:
-        """Returns why they cannot be made, empty where they were."""
-        if shutil.which("ip") is None:
-            return "there is no `ip` (package iproute2)"
-        for command in (
-            f"netns add {self.host}", f"netns add {self.worker}",
-            f"-n {self.host} link add dm0 type veth peer name dm1 netns {self.worker}",
-            f"-n {self.host} addr add 192.0.2.1/30 dev dm0", f"-n {self.worker} addr add 192.0.2.2/30 dev dm1",
-            f"-n {self.host} link set dm0 up", f"-n {self.worker} link set dm1 up",
-            f"-n {self.host} link set lo up", f"-n {self.worker} link set lo up",
-        ):  # fmt: skip
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=30, check=False)
-            if done.returncode != 0:
-                return f"`ip {command}`: {done.stderr.strip()}"
-        return ""
-
-    def close(self) -> None:
-        if shutil.which("ip") is None:
-            return
-        for name in (self.host, self.worker):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30, check=False)
-
-
-@pytest.fixture
-def machines() -> Iterator[TwoMachines]:
-    made = TwoMachines()
-    reason = made.make()
-    if reason:
-        made.close()
-        pytest.skip(f"two network namespaces cannot be made: {reason}")
-    yield made
-    made.close()
-
-
-def within(namespace: str, *arguments: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", namespace, sys.executable, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@contextlib.contextmanager
-def worker_there(machines: TwoMachines, spec: ModelSpec, key_file: Path, folder: Path, *options: str) -> Iterator[str]:
-    topology = folder / "worker.yaml"
-    topology.write_text("version: 1\nworkers:\n  - {name: far, threads: 1}\n")
-    process = within(
-        machines.worker, "-m", "dflash_moe", "worker", "--topology", str(topology), "--name", "far", "--model", str(spec.path),
-        "--listen", "tcp://192.0.2.2:0", "--key-file", str(key_file), *options,
-    )  # fmt: skip
-    try:
-        yield first_line(process).rpartition(" ")[2]
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
-
-
-def host_there(machines: TwoMachines, spec: ModelSpec, key_file: Path, address: str, setting: str) -> dict[str, Any]:
-    """Runs a host on the other machine and returns what it found (host_on_a_network.py)."""
-    program = Path(__file__).with_name("host_on_a_network.py")
-    process = within(machines.host, str(program), str(spec.path), str(key_file), address, setting)
-    stdout, stderr = process.communicate(timeout=2 * READY_S)
-    assert process.returncode == 0, stderr
-    return dict(json.loads(stdout))
-
-
 def test_between_two_machines_auto_encrypts_and_off_at_one_end_is_refused(
     machines: TwoMachines, spec: ModelSpec, key_file: Path, tmp_path: Path
 ) -> None:
     with worker_there(machines, spec, key_file, tmp_path) as address:
-        found = host_there(machines, spec, key_file, address, "auto")
+        found = host_there(machines, spec, key_file, address, encryption="auto")
         assert found["is_equal"]
         assert found["num_captured_bytes"] > 5000
         assert found["num_rows_seen"] == 0
-        refused = host_there(machines, spec, key_file, address, "off")
+        refused = host_there(machines, spec, key_file, address, encryption="off")
         assert "worker far wants encrypted connections here (ipc.encryption: auto)" in refused["error"]
     with worker_there(machines, spec, key_file, tmp_path, "--encryption", "off") as address:
-        plain = host_there(machines, spec, key_file, address, "off")
+        plain = host_there(machines, spec, key_file, address, encryption="off")
         assert plain["is_equal"]
         assert plain["num_rows_seen"] > 0  # the capture would have shown them
-        refused = host_there(machines, spec, key_file, address, "auto")
+        refused = host_there(machines, spec, key_file, address, encryption="auto")
         assert "the peer answered without TLS; set ipc.encryption alike at both ends" in refused["error"]

@@ -18,11 +18,9 @@ import pytest
 
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.spec import ModelSpec
-from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.store.expert_store import ExpertStore
 from dflash_moe.topology import Topology
-from dflash_moe.workers.resident import ResidentWeights, StoreKind
 from tests.expert_cases import call, expected_of
 from tests.fault.conftest import StartWorker, wait_until
 
@@ -94,30 +92,32 @@ def test_a_host_that_died_finds_the_weights_again(spec: ModelSpec, start_worker:
         check_bits(runtime)
 
 
-def test_a_host_that_asks_for_something_else_frees_what_was_kept(
-    spec: ModelSpec, start_worker: StartWorker, tmp_path: Path
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_what_was_kept_goes_where_a_host_that_asks_for_something_else_needs_its_room(
+    spec: ModelSpec, start_worker: StartWorker, tmp_path: Path, is_limited: bool
 ) -> None:
-    worker = start_worker(Path(spec.path), f"unix://{tmp_path}/w.sock")
+    address = f"unix://{tmp_path}/w.sock"
+    with ExpertRuntime.start(Topology.parse(text_of("loopback")), model=spec) as runtime:
+        as_stored = sum(one.weight_bytes for one in runtime.worker_processes() if one.name == "far")
+    memory = {"memory": as_stored + 1} if is_limited else {}
+    worker = start_worker(Path(spec.path), address, **memory)
     with start(spec, worker.address) as runtime:
-        as_stored = resident_bytes(runtime)
+        assert resident_bytes(runtime) == as_stored
     with start(spec, worker.address, weights="int8") as runtime:
         assert kept_bytes(runtime) == as_stored
-        assert resident_bytes(runtime) < as_stored
+        assert (resident_bytes(runtime) < as_stored) == is_limited
     with start(spec, worker.address) as runtime:
-        assert kept_bytes(runtime) < as_stored
+        assert (kept_bytes(runtime) < as_stored) == is_limited
         check_bits(runtime)
-        assert resident_bytes(runtime) == as_stored
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_kept_weights_that_have_changed_in_memory_are_loaded_anew(spec: ModelSpec, threads: int) -> None:
-    kind = StoreKind("scalar", threads, (), DeviceChoice(), "packed")
-    kept = ResidentWeights(BACK_S)
+    kept = ExpertStore(isa="scalar", threads=threads)
     checkpoint, layer = Checkpoint.open(Path(spec.path)), spec.layers[0]
 
     def compute(flip: bool) -> bytes:
-        store = kept.take(kind, lambda: ExpertStore(isa="scalar", threads=threads))
-        loan = store.load(
+        loan = kept.load(
             checkpoint, layer.ffn, (0, 1, 2), name="far", weight_dtype="f32", weights_fingerprint=1, numerics="f32-canonical"
         )
         row = loan.compute_rows(
@@ -127,12 +127,11 @@ def test_kept_weights_that_have_changed_in_memory_are_loaded_anew(spec: ModelSpe
         # The highest bit of an exponent, so that any result shows it.
         assert not flip or loan.flip_bit(1, 3, 6)
         loan.give_back()
-        kept.keep(kind, store)
         return row
 
     right = compute(flip=True)
     assert compute(flip=False) == right
-    kept.drop()
+    kept.close()
 
 
 @pytest.mark.parametrize("options", [("--keep-s", "0"), ("--keep-s", "0.01")])

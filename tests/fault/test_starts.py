@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from dflash_moe.config import CacheSettings
 from dflash_moe.errors import CheckpointError, ConfigError, DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.holders import fleet, launcher, memory_check
@@ -38,8 +39,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launcher.StartedWo
     made: list[launcher.StartedWorker] = []
     spawn = launcher._spawn
 
-    def recording(name: str, model: Path) -> launcher.StartedWorker:
-        made.append(spawn(name, model))
+    def recording(name: str, model: Path, cache: CacheSettings) -> launcher.StartedWorker:
+        made.append(spawn(name, model, cache))
         return made[-1]
 
     monkeypatch.setattr(launcher, "_spawn", recording)

@@ -44,7 +44,7 @@ def litter():
 def call_and_signal(number, delay_s):
     session = HostSession("far", address, started=None, key=None)
     session.connect(timeout_s=60)
-    session.greet(identity, numerics="f32-canonical", threads=1, spin_ns=0, slowdown=1.0, isa="", timeout_s=60)
+    session.greet(identity, numerics="f32-canonical", threads=0, spin_ns=0, slowdown=1.0, isa="", timeout_s=60)
     session.say_bye()
     session.close(seconds=0.0)
     time.sleep(delay_s)

@@ -75,6 +75,8 @@ MINOR_2: dict[str, dict[str, object]] = {
     "RowComputed": {"layer": 1, "shard": 2, "row": b"\0\0\x80?\0\0\0@"},
     "WeightsChanged": {"layer": 1, "shard": 2, "local_expert_id": 3, "failure": "model.safetensors: cannot be read"},
 }  # fmt: skip
+# Minor version 3 added words of Hello.weights_layout, and this field.
+MINOR_3: dict[str, dict[str, object]] = {"Hello": {"slots_bytes": 1 << 33}}
 
 
 def session(*minors: dict[str, dict[str, object]]) -> list[Message]:
@@ -92,6 +94,6 @@ def encoded(told: list[Message]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    minors = (MINOR_0, MINOR_1, MINOR_2)
+    minors = (MINOR_0, MINOR_1, MINOR_2, MINOR_3)
     json.dump(encoded(session(*minors[: messages.PROTOCOL_MINOR + 1])), sys.stdout, indent=1)
     sys.stdout.write("\n")

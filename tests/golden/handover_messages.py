@@ -33,7 +33,7 @@ MESSAGES: tuple[h.HandoverMessage, ...] = (
     ),
     h.PathTerms(
         worker=1, generation=12, transport="shared", num_slots=5, request_bytes=1_048_576, reply_bytes=524_288,
-        socket_buffer_bytes=65_535, user_timeout_ms=65_536,
+        socket_buffer_bytes=65_535, user_timeout_ms=65_536, local_host="10.0.0.1",
     ),
     h.PathOffered(worker=1, generation=12, payload=b"", num_descriptors=2),
     h.PathAnswered(worker=1, generation=12, payload=bytes(300), num_descriptors=2, has_pulse=True),

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -100,6 +101,25 @@ def test_packed_integers_are_inspected_and_a_mapped_worker_gives_the_bits_of_one
     assert 0 < np.abs(rounded - packed).max() < 0.05 * packed.std()
 
 
+@pytest.mark.parametrize("kind", ["int4_zp", "fp8", "mxfp4", "gguf", "int8"])
+def test_every_kind_of_checkpoint_is_mapped_from_panels_with_equal_bits(qwen, gpt_oss, tmp_path, kind):
+    write = {
+        "int4_zp": lambda: write_int4(qwen, tmp_path / "model", "awq", group=64),
+        "fp8": lambda: write_fp8(qwen, tmp_path / "model"),
+        "mxfp4": lambda: write_mxfp4(gpt_oss, tmp_path / "model"),
+        "gguf": lambda: gguf_file(qwen, tmp_path / "m.gguf", "q4_k", "q6_k"),
+        "int8": lambda: qwen,
+    }
+    model, own = write[kind](), ", weights: int8" if kind == "int8" else ""
+    time.sleep(0.1)  # panels of what was changed a moment ago are not kept
+    rows, ids = random_calls(17, 64 if kind == "mxfp4" else 256)
+    packed = outputs(model, PACKED + own, rows, ids)
+    for _first_and_second in range(2):
+        stored = outputs(model, "weights_layout: stored" + own, rows, ids, cache_path=tmp_path / "cache")
+        assert np.array_equal(packed.view(np.uint32), stored.view(np.uint32))
+        assert list((tmp_path / "cache" / "panels").glob("*.panels"))
+
+
 @pytest.mark.parametrize(("weights", "least", "most"), [("int8", 1e-3, 3e-2), ("int4", 2e-2, 4e-1)])
 def test_requantised_weights_are_judged_by_their_own_truth_and_what_they_move_is_told(qwen, verified, weights, least, most):
     found = verified(qwen, "f32", first=f", weights: {weights}")
@@ -156,19 +176,25 @@ def test_a_file_that_is_no_checkpoint_ends_with_2_and_says_so(tmp_path, capsys):
         assert "m.gguf: number of tensors is 18446744073709551615" in last
 
 
+# A busy machine writes what these tests pack in much less.
+WRITTEN_S = 60.0
 PACKED, MAPPED = "weights_layout: packed", "weights_layout: mapped"
 
 
-def random_calls(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def random_calls(num_rows: int, hidden_size: int = 256) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((num_rows, 256), dtype=np.float32)
+    rows = rng.standard_normal((num_rows, hidden_size), dtype=np.float32)
     return rows, np.array([rng.permutation(8)[:2] for _ in range(num_rows)])
 
 
-def outputs(model, worker: str, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def outputs(model, worker: str, rows: np.ndarray, ids: np.ndarray, **settings) -> np.ndarray:
     """What one worker of that kind answers for layer 1."""
     topology = dm.Topology.parse(f"version: 1\nworkers: [{{name: w0, threads: 2, {worker}}}]")
-    with dm.ExpertRuntime.start(topology, model=model) as runtime:
+    with dm.ExpertRuntime.start(topology, model=model, **settings) as runtime:
+        if "cache_path" in settings:
+            until = time.monotonic() + WRITTEN_S
+            while runtime.worker_stats()["w0"]["panel_shards_left"] and time.monotonic() < until:
+                time.sleep(0.01)
         found = runtime.experts(1, rows, ids, np.full(ids.shape, 0.5, np.float32))
         assert runtime.placement.layout_of("w0") == ("mapped" if worker == MAPPED else "packed")
     return np.array(found)

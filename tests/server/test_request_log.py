@@ -10,6 +10,9 @@ import json
 import os
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,19 +31,34 @@ PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 SECRET = "a secret that nobody logs"
 
 
-def lines(capfd: pytest.CaptureFixture[str], kept: list[str], count: int) -> list[str]:
-    """The lines of requests so far, once there are so many."""
+@contextmanager
+def stderr_in(folder: Path) -> Iterator[Path]:
+    """A file with all that is written to stderr meanwhile, for a test that reads while a front
+    writes. `capfd` would cut off its own file after reading, and with it what came between the two.
+    """
+    path, kept = folder / "stderr", os.dup(2)
+    with open(path, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield path
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
-    def read() -> bool:
-        kept.extend(line for line in capfd.readouterr().err.splitlines() if "request" in line)
-        return len(kept) >= count
 
-    wait_for(read)
-    return kept
+def lines(stderr: Path, count: int) -> list[str]:
+    """The whole lines of requests so far, once there are so many."""
+
+    def read() -> list[str]:
+        whole, _, _ = stderr.read_text().rpartition("\n")
+        return [line for line in whole.splitlines() if "request" in line]
+
+    wait_for(lambda: len(read()) >= count)
+    return read()
 
 
-def test_a_line_says_what_a_request_took_and_never_what_was_asked(capfd):
-    with served(keys=[KEY], request_log=LogForm.JSON) as front:
+def test_a_line_says_what_a_request_took_and_never_what_was_asked(tmp_path):
+    with stderr_in(tmp_path) as stderr, served(keys=[KEY], request_log=LogForm.JSON) as front:
         headers = {"authorization": f"Bearer {KEY}", "x-request-id": "mine/7", "traceparent": PARENT}
         body = {"prompt": SECRET, "max_tokens": 5}
         status, answer, found = front.ask("POST", COMPLETIONS, body, headers)
@@ -49,7 +67,7 @@ def test_a_line_says_what_a_request_took_and_never_what_was_asked(capfd):
         front.ask("GET", "/metrics", headers=headers)
         front.ask("GET", "/ready")
         front.ask("POST", f"/v1/{SECRET.replace(' ', '-')}?key={KEY}", body, headers)
-        written = lines(capfd, [], 2)
+        written = lines(stderr, 2)
     first, second = map(json.loads, written)
     assert first.pop("seconds") >= first.pop("first_token_seconds") > 0
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
@@ -61,8 +79,8 @@ def test_a_line_says_what_a_request_took_and_never_what_was_asked(capfd):
     assert not re.search(f"secret|{KEY}", "".join(written))
 
 
-def test_a_caller_that_hangs_up_is_in_a_line_of_text(capfd):
-    with served(ScriptedEngine(step_s=0.02)) as front:
+def test_a_caller_that_hangs_up_is_in_a_line_of_text(tmp_path):
+    with stderr_in(tmp_path) as stderr, served(ScriptedEngine(step_s=0.02)) as front:
         connection = front.connect()
         connection.request("POST", COMPLETIONS, json.dumps({"prompt": "def", "max_tokens": 400, "stream": True}))
         answer = connection.getresponse()
@@ -70,23 +88,23 @@ def test_a_caller_that_hangs_up_is_in_a_line_of_text(capfd):
         request_id = answer.headers["x-request-id"]
         answer.close()
         connection.close()
-        (line,) = lines(capfd, [], 1)
+        (line,) = lines(stderr, 1)
     assert re.search(
         rf"INFO request: POST {COMPLETIONS} 200 end=cut seconds=\S+ prompt_tokens=\d+ .* request_id={request_id}$", line
     )
 
 
-def test_without_a_log_there_is_no_line(capfd):
-    with served(request_log=LogForm.OFF) as front:
+def test_without_a_log_there_is_no_line(tmp_path):
+    with stderr_in(tmp_path) as stderr, served(request_log=LogForm.OFF) as front:
         assert front.post(COMPLETIONS, {"prompt": "def", "max_tokens": 1})[0] == 200
-    assert "request" not in capfd.readouterr().err
+    assert "request" not in stderr.read_text()
 
 
-def test_strangers_fill_no_disk(capfd):
-    with served(keys=[KEY]) as front:
+def test_strangers_fill_no_disk(tmp_path):
+    with stderr_in(tmp_path) as stderr, served(keys=[KEY]) as front:
         for _ in range(20):
             assert front.ask("POST", COMPLETIONS, {})[0] == 401
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "stranger" in line]
+    (line,) = [line for line in stderr.read_text().splitlines() if "stranger" in line]
     assert f"401: POST {COMPLETIONS} request_id=" in line
 
 

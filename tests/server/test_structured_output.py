@@ -37,8 +37,19 @@ def front() -> Iterator[Served]:
         yield found
 
 
-def ask(front: Served, form: dict, path: str = TEXT) -> tuple[int, dict]:
+def ask_once(front: Served, form: dict, path: str = TEXT) -> tuple[int, dict]:
     return front.post(path, {**ASKED[path], **form, "max_tokens": 2})
+
+
+def ask(front: Served, form: dict, path: str = TEXT) -> tuple[int, dict]:
+    """Asks again where a busy machine did not compile the form in time, as the answer says one
+    should.
+    """
+    for _ in range(30):
+        status, found = ask_once(front, form, path)
+        if status != 503 or found["error"]["code"] != "busy":
+            break
+    return status, found
 
 
 def refused(front: Served, form: dict, path: str = TEXT) -> dict:
@@ -157,7 +168,7 @@ HOSTILE = dict(zip(("time", "memory", "stack"), WORST_FORMS, strict=True))
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_form_that_takes_all_of_something_is_stopped_alone(front, name):
-    status, found = ask(front, HOSTILE[name])
+    status, found = ask_once(front, HOSTILE[name])
     # A busy machine does not give it its second of processor time within two.
     words = {400: "was stopped", 503: "was not compiled within"}[status]
     assert words in found["error"]["message"]
@@ -167,7 +178,7 @@ def test_a_form_that_takes_all_of_something_is_stopped_alone(front, name):
 def test_many_of_them_are_each_answered_and_others_too(front):
     front_pid = front.keeper.pid
     with ThreadPoolExecutor(16) as threads:
-        hostile = [threads.submit(ask, front, HOSTILE["time"]) for _ in range(12)]
+        hostile = [threads.submit(ask_once, front, HOSTILE["time"]) for _ in range(12)]
         plain = threads.submit(ask, front, {})
         assert plain.result()[0] == 200
         # Those that wait too long for their turn are told to come again.

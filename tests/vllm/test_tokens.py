@@ -79,6 +79,32 @@ def test_two_ranks_give_the_tokens_of_one(start, made, arch):
     assert other["expert_bytes"] == 0
 
 
+@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe"])
+def test_two_ranks_add_up_as_often_as_in_plain_vllm(start, made, arch):
+    """A block of experts, shared ones included, is added up over the ranks once in a step, and our
+    workers bring no further sum. How many steps there are is up to when requests arrive.
+    """
+    model, asked = made(arch, "f32"), prompts(8)
+    tokens, sums = [], []
+    for topology in (None, TWO_WORKERS):
+        with start(model, topology, tensor_parallel_size=2, **F32) as two:
+            before = two.look()
+            two.count_sums()
+            tokens.append(two.generate(asked, max_tokens=NEW_TOKENS)["tokens"])
+            ranks = two.look()
+        found, found_at_other = (rank["sums"] for rank in ranks)
+        assert found == found_at_other
+        steps = found.pop("steps")
+        assert steps >= NEW_TOKENS
+        sums.append({name: count / steps for name, count in found.items()})
+    # The embedding, and of each of both layers the attention and the experts.
+    assert sums == [{"all": 5, "experts 0": 1, "experts 1": 1}] * 2
+    assert tokens[0] == tokens[1]
+    # One rank calls the workers as often as blocks are added up, and the other never does.
+    calls = [sum(now["calls"]) - sum(then["calls"]) for then, now in zip(before, ranks, strict=True)]
+    assert sorted(calls) == [0, 2 * steps]
+
+
 def test_what_vllm_compiled_for_one_start_serves_the_next(start, made, tmp_path):
     """Graphs that vLLM keeps on disk name a layer, and nothing of the process that made them."""
     model, asked = made("qwen3_moe", "f32"), prompts(8)

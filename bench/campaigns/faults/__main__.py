@@ -30,6 +30,7 @@ from bench.campaigns.faults import (
     mode_changes,
     partitions,
     proxies,
+    registrations,
     scribblers,
     soak,
     stops,
@@ -40,8 +41,8 @@ from dflash_moe.cli import options
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    kills, stops, all_dead, crash_loop, partitions, lossy_link, proxies, strangers, control_groups, damaged_files, scribblers,
-    failing_calls, mode_changes, soak,
+    kills, stops, all_dead, crash_loop, partitions, lossy_link, proxies, strangers, registrations, control_groups,
+    damaged_files, scribblers, failing_calls, mode_changes, soak,
 )  # fmt: skip
 CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in MODULES}
 

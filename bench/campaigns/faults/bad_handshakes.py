@@ -1,15 +1,18 @@
-"""Somebody without the key, in a process of its own, tries COUNT handshakes with a worker, and
-prints a line of JSON for each:
+"""Somebody without the key, in a process of its own, tries COUNT handshakes with whoever listens,
+and prints a line of JSON for each:
 
-    python -m bench.campaigns.faults.bad_handshakes HOST PORT COUNT RECORDED
+    python -m bench.campaigns.faults.bad_handshakes HOST PORT LABEL COUNT RECORDED
 
-RECORDED is a folder with what a real host sent on its connections, a file for each. The process is
-as nice as can be, since strangers compute elsewhere.
+LABEL is what a connection with a wrong key says that it is for. RECORDED is a folder with what a
+real dialler sent on its connections, a file for each. A connection that stays half open sends the
+beginning of one and is kept until many newer ones are. The process is as nice as can be, since
+strangers compute elsewhere.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -26,15 +29,18 @@ from dflash_moe.errors import DflashError
 from dflash_moe.protocol.encryption import identity_of
 
 ANSWER_S = 10.0
+# So many half-open connections are kept at a time, more than anybody who listens keeps.
+HALF_OPEN = 200
 NICE = 19
 
 
-def main(host: str, port: str, count: str, recorded: str) -> None:
+def main(host: str, port: str, label: str, count: str, recorded: str) -> None:
     """Tries as many handshakes, of all kinds in turn."""
     os.nice(NICE)
     sent = [path.read_bytes() for path in sorted(Path(recorded).iterdir())]
     kinds: dict[str, Callable[[socket.socket], bool]] = {
-        "wrong key": _wrong_key, "certificates": _certificates, "garbage": _garbage, "replay": _replay_of(sent),
+        "wrong key": _wrong_key_for(label), "certificates": _certificates, "garbage": _garbage, "replay": _replay_of(sent),
+        "half open": _half_open_of(sent),
     }  # fmt: skip
     for number in range(int(count)):
         kind = list(kinds)[number % len(kinds)]
@@ -43,19 +49,22 @@ def main(host: str, port: str, count: str, recorded: str) -> None:
         sys.stdout.write(json.dumps({"kind": kind, "accepted": was_accepted}) + "\n")
 
 
-def _wrong_key(sock: socket.socket) -> bool:
-    keys = [(identity_of("control", "far"), secrets.token_bytes(32))]
-    secure = _core.SecureSocket(sock.detach(), is_dialling=True, keys=keys)
-    try:
-        with contextlib.suppress(DflashError):
-            until = time.monotonic() + ANSWER_S
-            while time.monotonic() < until:
-                if secure.handshake():
-                    return True
-                time.sleep(0.001)
-        return False
-    finally:
-        secure.close()
+def _wrong_key_for(label: str) -> Callable[[socket.socket], bool]:
+    def wrong_key(sock: socket.socket) -> bool:
+        keys = [(identity_of(label, "far"), secrets.token_bytes(32))]
+        secure = _core.SecureSocket(sock.detach(), is_dialling=True, keys=keys)
+        try:
+            with contextlib.suppress(DflashError):
+                until = time.monotonic() + ANSWER_S
+                while time.monotonic() < until:
+                    if secure.handshake():
+                        return True
+                    time.sleep(0.001)
+            return False
+        finally:
+            secure.close()
+
+    return wrong_key
 
 
 def _certificates(sock: socket.socket) -> bool:
@@ -79,6 +88,20 @@ def _replay_of(recorded: list[bytes]) -> Callable[[socket.socket], bool]:
         return _is_kept(sock, secrets.choice(recorded))
 
     return replay
+
+
+def _half_open_of(recorded: list[bytes]) -> Callable[[socket.socket], bool]:
+    kept: collections.deque[socket.socket] = collections.deque()
+
+    def half_open(sock: socket.socket) -> bool:
+        half = secrets.choice(recorded)
+        sock.sendall(half[: secrets.randbelow(min(len(half), 100))])
+        kept.append(socket.socket(fileno=sock.detach()))
+        if len(kept) > HALF_OPEN:
+            kept.popleft().close()
+        return False
+
+    return half_open
 
 
 def _is_kept(sock: socket.socket, sent: bytes) -> bool:

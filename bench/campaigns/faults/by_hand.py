@@ -63,7 +63,23 @@ def worker_by_hand(
     topology.write_text(f"version: 1\nworkers:\n  - {{name: {name}, threads: 1}}\n", encoding="utf-8")
     command = [*prefix, sys.executable, "-m", "dflash_moe", "worker", "--topology", str(topology), "--name", name]
     command += ["--model", str(spec.path), "--listen", listen, *options]
-    with (folder / f"{name}.log").open("a") as log:
+    with _started(command, folder / f"{name}.log") as (process, line):
+        yield HandStarted(process, line.rpartition(" ")[2])
+
+
+@contextlib.contextmanager
+def registered_worker(spec: ModelSpec, folder: Path, head: str, key: Path) -> Iterator[subprocess.Popen[str]]:
+    """Starts the worker `far`, which registers at `head`, and kills it at the end of the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "dflash_moe", "worker", "--register", head, "--name", "far", "--model", str(spec.path)]
+    with _started([*command, "--key-file", str(key), "--threads", "1"], folder / "far.log") as (process, _):
+        yield process
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], log_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Runs a worker and waits for the first line that it prints."""
+    with log_file.open("a") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
     try:
         if process.stdout is None:
@@ -71,8 +87,8 @@ def worker_by_hand(
         readable, _, _ = select.select([process.stdout], [], [], READY_S)
         line = process.stdout.readline() if readable else ""
         if not line:
-            raise RuntimeError(f"a worker by hand did not begin: {(folder / f'{name}.log').read_text()[-2000:]}")
-        yield HandStarted(process, line.strip().rpartition(" ")[2])
+            raise RuntimeError(f"a worker by hand did not begin: {log_file.read_text()[-2000:]}")
+        yield process, line.strip()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGCONT)

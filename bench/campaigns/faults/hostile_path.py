@@ -10,6 +10,7 @@ import contextlib
 import socket
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 
 from dflash_moe.protocol.failures import is_descriptor_limit
@@ -66,11 +67,15 @@ class HostilePath:
         with self._lock:
             return bytes(self._recorded)
 
-    @property
-    def dialled(self) -> list[bytes]:
-        """What the dialling end of each connection has sent since `record`."""
+    def write_dialled(self, folder: Path) -> None:
+        """Writes what the dialling end of each connection has sent since `record`, a file for each
+        in `folder`, which is made.
+        """
         with self._lock:
-            return [bytes(sent) for sent in self._dialled.values()]
+            dialled = [bytes(sent) for sent in self._dialled.values()]
+        folder.mkdir()
+        for number, sent in enumerate(dialled):
+            (folder / f"{number}.bin").write_bytes(sent)
 
     def _accept(self) -> None:
         number = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.leftovers import belongings, children_of, left_since
-from bench.campaigns.faults.load import ADDRESSES, BACK_S, Load, make_model, pids_of, start, state_of, wait_until
+from bench.campaigns.faults.load import BACK_S, Load, make_model, pids_of, start, state_of, transports, wait_until
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 
 PHASES = ("idle", "any", "in_call", "starting", "joining")
@@ -38,7 +38,7 @@ class _Found:
 def run(given: Run) -> None:
     """Kills `given.size` times over each transport."""
     spec = make_model(given.folder / "model")
-    for transport in ADDRESSES:
+    for transport in transports(spec):
         before = belongings()
         with start(spec, transport, restart_backoff_ms=(20, 100)) as runtime:
             load = Load.quiet(runtime, seed=given.seed)

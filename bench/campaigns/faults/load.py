@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from dflash_moe import _core
 from dflash_moe.config.settings import MAX_DEATHS
-from dflash_moe.errors import DflashError
+from dflash_moe.errors import DflashError, UnsupportedError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.holders.worker_keeper import WorkerState
 from dflash_moe.model.spec import ModelSpec
@@ -31,6 +32,7 @@ from dflash_moe.topology import Topology
 
 # A transport and the address of workers that are reached so.
 ADDRESSES: dict[str, str | None] = {"shared": None, "unix": "unix", "tcp": "tcp"}
+FABRIC = "fabric"
 # The host does not stand in for workers.
 ALONE = {"host_fallback": "none"}
 TOKENS = (1, 16, 256)
@@ -55,10 +57,24 @@ def start(
     """Starts workers over a transport. Their deaths are no crash loop unless the caller says so,
     and the host computes nothing in their place, which is another campaign's (fallback_kills.py).
     """
-    topology = Topology.local(num_workers=workers, address=ADDRESSES[transport])
+    topology = Topology.local(num_workers=workers, address=ADDRESSES["tcp" if transport == FABRIC else transport])
+    if transport == FABRIC:
+        overrides = {"transport": FABRIC, **overrides}
     placement = dataclasses.replace(topology.placement, replicas=replicas)
     topology = dataclasses.replace(topology, placement=placement)
     return ExpertRuntime.start(topology, model=spec, **{**ALONE, "restart_deaths": MAX_DEATHS, **overrides})
+
+
+def transports(spec: ModelSpec) -> list[str]:
+    """Returns the transports of this machine. Over a fabric one path is made and ended first, since
+    libfabric keeps some threads and descriptors from then on.
+    """
+    try:
+        _core.fabric_providers()
+    except UnsupportedError:
+        return list(ADDRESSES)
+    start(spec, FABRIC).close()
+    return [*ADDRESSES, FABRIC]
 
 
 def state_of(runtime: ExpertRuntime, name: str) -> WorkerState:

@@ -15,7 +15,7 @@ import time
 from bench.campaigns.faults.by_hand import WAYS, reached
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.leftovers import belongings, is_gone, left_since
-from bench.campaigns.faults.load import ADDRESSES, Load, is_used, make_model, pids_of, start, state_of, wait_until
+from bench.campaigns.faults.load import Load, is_used, make_model, pids_of, start, state_of, transports, wait_until
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
 
@@ -32,7 +32,7 @@ def run(given: Run) -> None:
     without one.
     """
     spec = make_model(given.folder / "model")
-    for transport in ADDRESSES:
+    for transport in transports(spec):
         _with_another(given, spec, transport)
     for way in WAYS:
         _alone(given, spec, way)

@@ -50,7 +50,10 @@ def run(given: Run) -> None:
     key = given.folder / "shared.key"
     write_key_file(key)
     with _worker(given, spec, key, "served") as worker:
-        _handshakes(given, spec, key, worker)
+        _record_start(spec, key, worker, recorded := given.folder / "recorded")
+        with ExpertRuntime.start(reaching(worker.address), model=spec, key_file=key, encryption="on", **ALONE) as runtime:
+            try_handshakes(given, runtime, worker.place, "control", recorded)
+        given.claim("workers that ended", int(worker.process.poll() is not None), at_most=0)
     _flips(given, spec, key)
 
 
@@ -62,22 +65,23 @@ def _worker(given: Run, spec: ModelSpec, key: Path, name: str) -> contextlib.Abs
 # -- bad handshakes --------------------------------------------------------------------------------
 
 
-def _handshakes(given: Run, spec: ModelSpec, key: Path, worker: HandStarted) -> None:
-    _record_start(spec, key, worker, recorded := given.folder / "recorded")
-    host, port = worker.place
-    program = [sys.executable, "-m", "bench.campaigns.faults.bad_handshakes", host, port, given.size, recorded]
-    with ExpertRuntime.start(reaching(worker.address), model=spec, key_file=key, encryption="on", **ALONE) as runtime:
-        load = Load.quiet(runtime, seed=given.seed, tokens=(16,))
-        quiet_s = _times(load, lambda number: number >= QUIET_CALLS)
-        with contextlib.ExitStack() as silent, (given.folder / "tries").open("w+") as tries:
-            for _ in range(SILENT):
-                silent.enter_context(socket.create_connection(worker.place, timeout=ANSWER_S))
-            given.event("silent connections", count=SILENT, verdict="held")
-            stranger = subprocess.Popen([str(word) for word in program], stdout=tries, cwd=ROOT)
-            silent.callback(stranger.kill)
-            attacked_s = _times(load, lambda _: stranger.poll() is not None)
-            tries.seek(0)
-            found = [json.loads(line) for line in tries]
+def try_handshakes(given: Run, runtime: ExpertRuntime, place: tuple[str, int], label: str, recorded: Path) -> None:
+    """Tries `given.size` handshakes as `label` for the worker `far` at whoever listens at `place`,
+    beside calls of the runtime, and claims that none is accepted and no call notices. `recorded` is
+    a folder of what a real dialler sent.
+    """
+    program = [sys.executable, "-m", "bench.campaigns.faults.bad_handshakes", *place, label, given.size, recorded]
+    load = Load.quiet(runtime, seed=given.seed, tokens=(16,))
+    quiet_s = _times(load, lambda number: number >= QUIET_CALLS)
+    with contextlib.ExitStack() as silent, (given.folder / "tries").open("w+") as tries:
+        for _ in range(SILENT):
+            silent.enter_context(socket.create_connection(place, timeout=ANSWER_S))
+        given.event("silent connections", count=SILENT, verdict="held")
+        stranger = subprocess.Popen([str(word) for word in program], stdout=tries, cwd=ROOT)
+        silent.callback(stranger.kill)
+        attacked_s = _times(load, lambda _: stranger.poll() is not None)
+        tries.seek(0)
+        found = [json.loads(line) for line in tries]
     for one in found:
         given.event(one["kind"], verdict="accepted" if one["accepted"] else "refused")
     accepted = sum(one["accepted"] for one in found)
@@ -85,7 +89,6 @@ def _handshakes(given: Run, spec: ModelSpec, key: Path, worker: HandStarted) -> 
     given.claim("handshakes tried", len(found), at_least=given.size)
     given.claim("handshakes: failed calls", load.failed, at_most=0)
     given.claim("handshakes: wrong results", load.wrong, at_most=0)
-    given.claim("workers that ended", int(worker.process.poll() is not None), at_most=0)
     ratio = percentile(attacked_s, 0.99) / percentile(quiet_s, 0.99)
     given.goal("p99 of the service beside quiet", ratio, at_most=SERVICE_GOAL)
     given.row(
@@ -106,13 +109,11 @@ def _times(load: Load, is_over: Callable[[int], bool]) -> list[float]:
 
 def _record_start(spec: ModelSpec, key: Path, worker: HandStarted, folder: Path) -> None:
     """Writes what a real host sends on each of its connections, in its start and first calls."""
-    folder.mkdir()
     with HostilePath(*worker.place) as path:
         path.record()
         with ExpertRuntime.start(reaching(path.address), model=spec, key_file=key, encryption="on", **ALONE) as runtime:
             Load.quiet(runtime, tokens=(1,))
-        for number, sent in enumerate(path.dialled):
-            (folder / f"{number}.bin").write_bytes(sent)
+        path.write_dialled(folder)
 
 
 # -- flipped bits ----------------------------------------------------------------------------------

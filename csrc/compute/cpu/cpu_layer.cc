@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -281,6 +282,17 @@ FirstReads CpuLayer::down_first(const ExpertGroups& groups) const {
           down_panels_per_task(groups) * experts_.down_panel_bytes()};
 }
 
+void CpuLayer::order_groups(const Run& run) const {
+  std::vector<uint32_t>& order = run.scratch.order;
+  order.resize(run.groups().size());
+  std::iota(order.begin(), order.end(), 0);
+  const ExpertArrivals* arrivals = run.args.arrivals;
+  if (arrivals == nullptr) return;
+  std::stable_partition(order.begin(), order.end(), [&](uint32_t group) {
+    return arrivals->has_come(run.groups()[group].local_expert_id, ExpertPart::kGateUp);
+  });
+}
+
 Status CpuLayer::run_gate_up(const Run& run) const {
   OperatorScope scope(Operator::kExpertGateUp);
   const ForwardScratch& s = run.scratch;
@@ -292,9 +304,17 @@ Status CpuLayer::run_gate_up(const Run& run) const {
   const uint32_t per_task = gate_up_panels_per_task(s.groups);
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
   const uint64_t num_tasks = run.groups().size() * tasks_per_expert;
+  order_groups(run);
+  const auto group_of = [&](uint64_t task) -> const ExpertGroup& {
+    return run.groups()[s.order[task / tasks_per_expert]];
+  };
   FirstError failed;
   pool_.run_on_threads(num_tasks, [&](uint64_t task, uint32_t thread) {
-    const ExpertGroup& group = run.groups()[task / tasks_per_expert];
+    const ExpertGroup& group = group_of(task);
+    if (run.args.arrivals != nullptr) {
+      Status came = run.args.arrivals->await(group.local_expert_id, ExpertPart::kGateUp);
+      if (!came.ok()) return failed.keep(std::move(came).error());
+    }
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
     const size_t first_byte =
         size_t{first_panel} * kernels_.panel_width * intermediate_value_bytes_;
@@ -306,7 +326,7 @@ Status CpuLayer::run_gate_up(const Run& run) const {
     tile.panels = panels.value();
     const uint64_t next = task + pool_.num_threads();  // most likely this thread's next task
     if (next < num_tasks) {
-      const uint32_t next_expert = run.groups()[next / tasks_per_expert].local_expert_id;
+      const uint32_t next_expert = group_of(next).local_expert_id;
       tile.panels.next =
           experts_
               .gate_up(next_expert, static_cast<uint32_t>(next % tasks_per_expert) * per_task, 1)
@@ -349,6 +369,10 @@ Result<bool> CpuLayer::run_down(const Run& run) const {
     std::memset(sums, 0, sizeof(float) * columns * num_rows);
     for (size_t g = 0; g < run.groups().size(); ++g) {
       const ExpertGroup& group = run.groups()[g];
+      if (run.args.arrivals != nullptr) {
+        Status came = run.args.arrivals->await(group.local_expert_id, ExpertPart::kDown);
+        if (!came.ok()) return failed.keep(std::move(came).error());
+      }
       auto panels = experts_.read_down(group.local_expert_id, first_panel, task_panels,
                                        run.scratch.panels[thread]);
       if (!panels.ok()) return failed.keep(std::move(panels).error());

@@ -27,6 +27,7 @@ struct ForwardScratch {
   std::vector<const void*> pair_rows;         // [portion pairs], grouped: what gate and up read
   std::vector<const void*> pair_inputs;       // [portion pairs], grouped: what down reads
   std::vector<std::byte*> pair_intermediate;  // [portion pairs], grouped: into `intermediate`
+  std::vector<uint32_t> order;                // [groups], in which gate and up take them
   std::vector<PanelScratch> panels;           // [pool threads], where weights are only mapped
 
   size_t num_bytes() const;
@@ -46,6 +47,11 @@ class CpuLayer final : public ExpertLayer {
                      YieldingProgress& progress) override;
   std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override {
     return experts_.content_checksum(local_expert_id);
+  }
+  std::optional<PanelForm> panel_form() const override { return experts_.form(); }
+  Status map_expert(uint32_t local_expert_id, std::span<const std::byte> panels,
+                    uint64_t content_checksum) override {
+    return experts_.map(local_expert_id, panels, content_checksum);
   }
   Status forward(const ForwardArgs& args, YieldingProgress& progress) override;
   std::array<std::span<const std::byte>, 3> resident_pieces(
@@ -78,6 +84,8 @@ class CpuLayer final : public ExpertLayer {
   Status place_scratch(const Run& run) const;
   // Widens the rows to float32, and encodes them where the kernels want that.
   void widen_rows(const Run& run) const;
+  // Puts the experts first that are in memory; the others come in the order of their ids.
+  void order_groups(const Run& run) const;
   Status run_gate_up(const Run& run) const;
   // Encodes what gate_up has left as float32.
   void encode_intermediate(const Run& run) const;

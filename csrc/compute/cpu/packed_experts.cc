@@ -32,6 +32,11 @@ void PackedExperts::set_sizes(const FfnSpec& spec, ResidentFormats formats, uint
   const size_t num_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_ +
                            down_panel_bytes_ * num_out_panels_;
   expert_bytes_ = (num_bytes + 63) / 64 * 64;  // so that every expert starts on a cache line
+  if (spec.has_gate_up_bias) {
+    const size_t count = size_t{num_matrices_} * num_intermediate_panels_ * panel_width;
+    num_gate_up_bias_ = (count + 7) / 8 * 8;  // so that sums of its pieces are one sum of all
+  }
+  if (spec.has_down_bias) num_down_bias_ = size_t{num_out_panels_} * panel_width;
 }
 
 Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_local_experts,
@@ -53,6 +58,7 @@ Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_lo
   packed.layout_ = layout;
   packed.set_sizes(spec, formats, kernels.panel_width);
   packed.packer_ = MatrixPacker(kernels);
+  packed.has_bf16_pairs_ = kernels.pack != nullptr;  // pack_bf16_pairs is the only other one
   packed.experts_.resize(num_local_experts);
   if (layout == WeightsLayout::kMapped) return packed;
   auto panels = PageBuffer::create(packed.expert_bytes_ * num_local_experts);
@@ -70,7 +76,8 @@ uint64_t PackedExperts::predicted_bytes(const FfnSpec& spec, uint32_t num_local_
 
 std::vector<float> PackedExperts::pack_gate_up_bias(const ExpertWeights& weights) const {
   const uint32_t padded = num_intermediate_panels_ * panel_width_;
-  const std::vector<float> up = widen_vector(weights.up_bias, padded);
+  std::vector<float> up = widen_vector(weights.up_bias, padded);
+  if (num_matrices_ == 1) up.resize(num_gate_up_bias_);
   if (up.empty() || num_matrices_ == 1) return up;
   const std::vector<float> gate = widen_vector(weights.gate_bias, padded);
   std::vector<float> both;
@@ -81,6 +88,7 @@ std::vector<float> PackedExperts::pack_gate_up_bias(const ExpertWeights& weights
     both.insert(both.end(), gate.begin() + begin, gate.begin() + end);
     both.insert(both.end(), up.begin() + begin, up.begin() + end);
   }
+  both.resize(num_gate_up_bias_);
   return both;
 }
 
@@ -104,15 +112,51 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id,
   } else {
     DFLASH_TRY(pack_expert(local_expert_id, weights, progress));
   }
-  expert.gate_up_bias = pack_gate_up_bias(weights);
-  expert.down_bias = widen_vector(weights.down_bias, num_out_panels_ * panel_width_);
+  expert.own_gate_up_bias = pack_gate_up_bias(weights);
+  expert.own_down_bias = widen_vector(weights.down_bias, num_out_panels_ * panel_width_);
+  expert.gate_up_bias = expert.own_gate_up_bias;
+  expert.down_bias = expert.own_down_bias;
   expert.is_loaded = true;
+  return ok();
+}
+
+std::optional<PanelForm> PackedExperts::form() const {
+  if (is_mapped()) return std::nullopt;
+  return PanelForm{panel_width_,
+                   has_bf16_pairs_,
+                   formats_,
+                   expert_bytes_,
+                   sizeof(float) * (num_gate_up_bias_ + num_down_bias_),
+                   gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_};
+}
+
+Status PackedExperts::map(uint32_t local_expert_id, std::span<const std::byte> panels,
+                          uint64_t content_checksum) {
+  const std::optional<PanelForm> expected = form();
+  if (!expected) return Error{ErrorCode::kUnsupported, "weights_layout: mapped takes no panels"};
+  if (panels.size() != expected->num_bytes() ||
+      reinterpret_cast<uintptr_t>(panels.data()) % 64 != 0) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "an expert's panels have " + std::to_string(panels.size()) + " bytes, expected " +
+                     std::to_string(expected->num_bytes()) + " on a cache line"};
+  }
+  Expert& expert = experts_[local_expert_id];
+  const bool had_own = expert.panels == own_panels(local_expert_id);
+  const auto* biases = reinterpret_cast<const float*>(panels.data() + expert_bytes_);
+  expert.panels = panels.data();
+  expert.gate_up_bias = {biases, num_gate_up_bias_};
+  expert.down_bias = {biases + num_gate_up_bias_, num_down_bias_};
+  expert.own_gate_up_bias = {};
+  expert.own_down_bias = {};
+  expert.checksum = content_checksum;
+  expert.is_loaded = true;
+  if (had_own) panels_.forget(local_expert_id * expert_bytes_, expert_bytes_);
   return ok();
 }
 
 Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                                   YieldingProgress& progress) {
-  std::byte* gate_up = panels_.data() + local_expert_id * expert_bytes_;
+  std::byte* gate_up = own_panels(local_expert_id);
   std::byte* up = gate_up + (num_matrices_ - 1) * gate_up_panel_bytes_;
   const size_t step = gate_up_panel_bytes_ * num_matrices_;
   std::vector<std::byte> read;
@@ -124,6 +168,7 @@ Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights&
   std::byte* down = gate_up + step * num_intermediate_panels_;
   DFLASH_TRY(packer_.pack("down", weights.down, {formats_.down, down, down_panel_bytes_}, read,
                           sums.down, progress));
+  experts_[local_expert_id].panels = gate_up;
   experts_[local_expert_id].checksum = sums.finish(weights);
   return ok();
 }
@@ -185,17 +230,18 @@ std::array<std::span<const std::byte>, 3> PackedExperts::resident_pieces(
     uint32_t local_expert_id) const {
   const Expert& expert = experts_[local_expert_id];
   if (is_mapped() || !expert.is_loaded) return {};
-  return {
-      std::span<const std::byte>(panels_.data() + local_expert_id * expert_bytes_, expert_bytes_),
-      std::as_bytes(std::span(expert.gate_up_bias)), std::as_bytes(std::span(expert.down_bias))};
+  return {std::span<const std::byte>(expert.panels, expert_bytes_),
+          std::as_bytes(expert.gate_up_bias), std::as_bytes(expert.down_bias)};
 }
 
 uint64_t PackedExperts::resident_bytes() const {
   uint64_t bytes = 0;
-  for (const Expert& expert : experts_) {
+  for (uint32_t id = 0; id < num_local_experts(); ++id) {
+    const Expert& expert = experts_[id];
+    const bool has_own_panels = expert.panels != nullptr && expert.panels == own_panels(id);
     if (expert.is_loaded)
-      bytes += (is_mapped() ? 0 : expert_bytes_) +
-               4 * (expert.gate_up_bias.size() + expert.down_bias.size());
+      bytes += (has_own_panels ? expert_bytes_ : 0) +
+               sizeof(float) * (expert.own_gate_up_bias.size() + expert.own_down_bias.size());
   }
   return bytes;
 }
@@ -203,10 +249,9 @@ uint64_t PackedExperts::resident_bytes() const {
 PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel,
                                 uint32_t num_panels) const {
   const size_t first = size_t{first_panel} * num_matrices_;
-  const std::vector<float>& bias = experts_[local_expert_id].gate_up_bias;
-  return {.first = is_mapped() ? nullptr
-                               : panels_.data() + local_expert_id * expert_bytes_ +
-                                     first * gate_up_panel_bytes_,
+  const Expert& expert = experts_[local_expert_id];
+  const std::span<const float> bias = expert.gate_up_bias;
+  return {.first = is_mapped() ? nullptr : expert.panels + first * gate_up_panel_bytes_,
           .format = panel_format(formats_.gate_up),
           .panel_bytes = gate_up_panel_bytes_,
           .num_panels = num_panels * num_matrices_,
@@ -217,15 +262,15 @@ PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel,
 PanelRun PackedExperts::down(uint32_t local_expert_id, uint32_t first_panel,
                              uint32_t num_panels) const {
   const size_t gate_up_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_;
-  const std::vector<float>& bias = experts_[local_expert_id].down_bias;
+  const Expert& expert = experts_[local_expert_id];
+  const std::span<const float> bias = expert.down_bias;
   const size_t offset = gate_up_bytes + first_panel * down_panel_bytes_;
-  return {
-      .first = is_mapped() ? nullptr : panels_.data() + local_expert_id * expert_bytes_ + offset,
-      .format = panel_format(formats_.down),
-      .panel_bytes = down_panel_bytes_,
-      .num_panels = num_panels,
-      .num_inputs = intermediate_size_,
-      .bias = bias.empty() ? nullptr : bias.data() + size_t{first_panel} * panel_width_};
+  return {.first = is_mapped() ? nullptr : expert.panels + offset,
+          .format = panel_format(formats_.down),
+          .panel_bytes = down_panel_bytes_,
+          .num_panels = num_panels,
+          .num_inputs = intermediate_size_,
+          .bias = bias.empty() ? nullptr : bias.data() + size_t{first_panel} * panel_width_};
 }
 
 }  // namespace dflash::compute

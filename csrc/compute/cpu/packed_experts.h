@@ -1,5 +1,6 @@
 // The weights of one layer's experts as they stay in memory. With layout `packed`, an expert has
-// its gate and up panels alternating and then its down panels, in the resident formats. With layout
+// its gate and up panels alternating and then its down panels, in the resident formats; they lie in
+// memory of the layer's own, or in a file of panels that somebody has mapped. With layout
 // `mapped`, only their place in the checkpoint is kept, and each task packs the panels it wants
 // into scratch of its thread; the bytes are the same. Biases are float32 in memory under either
 // layout.
@@ -26,7 +27,7 @@ struct PanelScratch {
 
 // load() writes the one expert that it is given. Meanwhile nobody may read that expert or ask for
 // resident_bytes(), which reads all of them; other experts may be loaded and read. Everything else
-// only reads, and may run on any thread.
+// only reads, and may run on any thread. map() follows the rules of load().
 class PackedExperts {
  public:
   // Errors: kOutOfMemory; kUnsupported for layout `mapped` with a format that is only made at load.
@@ -42,6 +43,11 @@ class PackedExperts {
   // exactly.
   Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights,
               YieldingProgress& progress);
+
+  // As ExpertLayer has them. With layout `mapped` there is no form.
+  std::optional<PanelForm> form() const;
+  Status map(uint32_t local_expert_id, std::span<const std::byte> panels,
+             uint64_t content_checksum);
 
   // The checksum of an expert as ExpertLayer has it: empty while the expert is not loaded, and
   // always with layout `mapped`, where a ContentReader takes it instead.
@@ -74,10 +80,14 @@ class PackedExperts {
   PanelRun down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
 
  private:
+  // Biases are in the order of panels and padded with zeros; empty if there are none.
   struct Expert {
     bool is_loaded = false;
-    std::vector<float> gate_up_bias;  // in the order of panels, padded with zeros; empty if none
-    std::vector<float> down_bias;
+    // These refer to memory of this object's own, or to a mapped file. Panels are null with layout
+    // `mapped`.
+    const std::byte* panels = nullptr;
+    std::span<const float> gate_up_bias, down_bias;
+    std::vector<float> own_gate_up_bias, own_down_bias;
     MatrixView gate, up, down;  // with layout `mapped`
     uint64_t checksum = 0;      // with layout `packed`
   };
@@ -86,11 +96,15 @@ class PackedExperts {
   Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                      YieldingProgress& progress);
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
+  std::byte* own_panels(uint32_t local_expert_id) const {
+    return panels_.data() + local_expert_id * expert_bytes_;
+  }
 
   ResidentFormats formats_;
   WeightsLayout layout_ = WeightsLayout::kPacked;
   MatrixPacker packer_;
   uint32_t panel_width_ = 0;
+  bool has_bf16_pairs_ = false;
   uint32_t num_matrices_ = 0;
   uint32_t num_intermediate_panels_ = 0;
   uint32_t num_out_panels_ = 0;
@@ -99,7 +113,10 @@ class PackedExperts {
   size_t gate_up_panel_bytes_ = 0;
   size_t down_panel_bytes_ = 0;
   size_t expert_bytes_ = 0;
-  PageBuffer panels_;  // [num_local_experts] of expert_bytes_ each
+  size_t num_gate_up_bias_ = 0;  // floats of an expert, padding included; 0 where it has none
+  size_t num_down_bias_ = 0;
+  // [num_local_experts] of expert_bytes_ each. Only those of experts that were loaded are touched.
+  PageBuffer panels_;
   std::vector<Expert> experts_;
 };
 

@@ -3,6 +3,7 @@
 #include "compute/cpu/page_buffer.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <string>
@@ -50,6 +51,15 @@ Result<PageBuffer> PageBuffer::create(size_t num_bytes) {
   // Only a hint: the call fails where huge pages are switched off.
   if (is_large) static_cast<void>(madvise(buffer.data_, num_bytes, MADV_HUGEPAGE));
   return buffer;
+}
+
+void PageBuffer::forget(size_t offset, size_t num_bytes) const {
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(data_ + offset);
+  const uintptr_t first = (begin + page - 1) / page * page;
+  const uintptr_t end = (begin + num_bytes) / page * page;
+  if (first < end)
+    static_cast<void>(madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED));
 }
 
 Result<PageBuffer> PageArena::take(size_t num_bytes) {

@@ -32,6 +32,9 @@ class PageBuffer {
 
   std::byte* data() const { return data_; }
   size_t num_bytes() const { return num_bytes_; }
+  // Gives the whole pages within [offset, offset + num_bytes) back to the system. Whoever reads
+  // there afterwards, or is reading, finds zeros.
+  void forget(size_t offset, size_t num_bytes) const;
 
  private:
   friend class PageArena;

@@ -73,11 +73,12 @@ void bind_ipc(py::module_& module) {
   module.def("ipc_echo", &ipc_echo, py::arg("channel"), py::arg("spin_ns"),
              py::arg("idle_timeout_s"), py::arg("cpu") = -1,
              "Copies each request to its reply, and returns the number of rounds.");
-  module.def("ipc_floor", &ipc_floor, py::arg("kind"), py::arg("payload_bytes"), py::arg("rounds"),
-             py::arg("warmup"), py::arg("cpus"), py::arg("habit") = "bare",
-             "Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, "
-             "unix, tcp or tls. `habit` says what sockets do beyond one write and one read: bare, "
-             "two reads or polls.");
+  module.def(
+      "ipc_floor", &ipc_floor, py::arg("kind"), py::arg("payload_bytes"), py::arg("rounds"),
+      py::arg("warmup"), py::arg("cpus"), py::arg("habit") = "bare",
+      "Returns the nanoseconds of each round of a raw ping-pong. `kind` is spin, futex, "
+      "unix, tcp, tls or fabric. `habit` says what sockets do beyond one write and one read: bare, "
+      "two reads or polls.");
   module.def("memcpy_bytes_per_s", &ipc_memcpy, py::arg("payload_bytes"), py::arg("rounds"),
              py::arg("cpu") = -1);
 }

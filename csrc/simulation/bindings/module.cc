@@ -134,6 +134,14 @@ PYBIND11_MODULE(_simulation, module) {
       .def_property_readonly(
           "virtual_s",
           [](const Report& self) { return static_cast<double>(self.virtual_ns) * 1e-9; })
+      .def_readonly("num_hosts", &Report::num_hosts, "One, or two that share all workers.")
+      .def_property_readonly(
+          "num_batches", [](const Report& self) { return self.batches.batches; },
+          "How many batches the workers have computed.")
+      .def_property_readonly(
+          "num_shared_batches",
+          [](const Report& self) { return self.batches.sessions - self.batches.batches; },
+          "How many of them had rows of both hosts.")
       .def_property_readonly("num_calls", [](const Report& self) { return self.calls.calls; })
       .def_property_readonly("num_succeeded",
                              [](const Report& self) { return self.calls.succeeded; })
@@ -154,6 +162,6 @@ PYBIND11_MODULE(_simulation, module) {
              py::arg("make_members"),
              "Things break for `seconds` of virtual time. `make_members` takes the seed, whether "
              "the host starts each worker's process, and the first and the longest pause between "
-             "two tries in seconds. Releases the GIL but for the calls of what it makes; "
-             "RuntimeError where these raise.");
+             "two tries in seconds; it is called for each process of a host. Releases the GIL but "
+             "for the calls of what it makes; RuntimeError where these raise.");
 }

@@ -14,8 +14,10 @@ import typer
 from dflash_moe.cli import options
 from dflash_moe.cli.doctor import probes
 from dflash_moe.cli.doctor.probe_audit import audit_line, probe_audit, show_detections
+from dflash_moe.cli.doctor.probe_cache import cache_line, probe_cache
 from dflash_moe.cli.doctor.probe_host_operators import host_operator_lines, probe_host_operators
 from dflash_moe.cli.doctor.probe_pages import pages_line, probe_pages
+from dflash_moe.cli.doctor.probe_registration import probe_registration, registration_lines
 from dflash_moe.cli.doctor.probe_remedies import probe_libssl, probe_remedies, remedy_lines
 from dflash_moe.cli.doctor.probe_settings import probe_settings, settings_lines
 from dflash_moe.cli.doctor.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
@@ -80,7 +82,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     settings = _settings(planned, problems)
     machine: dict[str, Any] = {"cpu": probes.cpu_model()} | probes.probe_versions() | probes.probe_memory()
     machine |= {"usable_cores": usable_cores(), "cores_reason": cores_reason(), "physical_cores": physical_cores()}
-    machine |= {"pages": probe_pages()}
+    machine |= {"pages": probe_pages(), "cache": probe_cache(settings)}
     machine |= {"threads": _planned_threads(planned, planned_for, settings), "numa_nodes": numa_nodes()}
     machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
     machine |= {"torch_backends": probes.torch_backends()}
@@ -91,6 +93,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
     found["settings"] = probe_settings(planned, problems)
     found["audit"] = probe_audit(planned, settings)
+    found["registration"] = probe_registration(planned)
     found["host_device"] = probes.probe_host_device(planned.host)
     found["host_operators"] = probe_host_operators(planned, settings, found["backends"]["cpu"].get("isa", ""))
     problems += _problems(found)
@@ -180,7 +183,8 @@ def _problems(found: dict[str, Any]) -> list[str]:
     if not found["backends"]["cpu"]["available"]:
         problems.append(found["backends"]["cpu"]["reason"])
     for name, transport in found["transports"].items():
-        if name in TRANSPORTS and not transport["available"]:
+        # Nothing lacks a fabric that did not ask for it, and who asks is refused with the reason.
+        if name in TRANSPORTS and name != "fabric" and not transport["available"]:
             problems.append(f"transport {name}: {transport['reason']}")
     for name in ("torch", "transformers"):
         if machine["packages"][name] is None:
@@ -216,6 +220,7 @@ def print_findings(found: dict[str, Any], *, has_topology: bool = False) -> None
         f"memory     {format_bytes(machine['memory_available_bytes'])} free of {format_bytes(machine['memory_bytes'])}, "
         f"lock limit {'unlimited' if lock is None else format_bytes(lock)}",
         pages_line(machine["pages"]),
+        cache_line(machine["cache"]),
         f"cores      {machine['usable_cores']} usable ({machine['cores_reason']}), {machine['physical_cores']} physical",
         f"nodes      {_nodes_text(machine['numa_nodes'])}",
         f"threads    {threads['planned_for']}: host {threads['host']} (one pool: {', '.join(threads['host_pool'])}; "
@@ -227,6 +232,7 @@ def print_findings(found: dict[str, Any], *, has_topology: bool = False) -> None
         *socket_lines(machine["sockets"], machine["timeouts"]),
         f"losses     {machine['on_worker_loss']}",
         *remedy_lines(machine["remedies"], machine["libssl"]),
+        *registration_lines(found["registration"]),
         audit_line(found["audit"]),
         *settings_lines(found["settings"]),
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",

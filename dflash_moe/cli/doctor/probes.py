@@ -42,8 +42,26 @@ def found(probe: Callable[[], None]) -> Finding:
 
 
 def probe_transports() -> dict[str, Finding]:
-    """Tries every transport on this machine, and returns the findings by name."""
-    return {"loopback": {"available": True}, **{name: found(kind.try_here) for name, kind in TRANSPORTS.items()}}
+    """Tries every transport on this machine, and returns the findings by name. Those of a fabric
+    have `providers`, and as `reason` a sentence on them where it is available.
+    """
+    tried = {name: found(kind.try_here) for name, kind in TRANSPORTS.items()}
+    if tried["fabric"]["available"]:
+        tried["fabric"] |= _providers()
+    return {"loopback": {"available": True}, **tried}
+
+
+def _providers() -> Finding:
+    from dflash_moe import _core
+
+    providers = _core.fabric_providers()
+    fast = [one.name for one in providers if one.is_fast]
+    others = ", ".join(one.name for one in providers if not one.is_fast)
+    ways = f"hardware: {', '.join(fast)}" if fast else "no provider with hardware, so that auto stays with TCP"
+    return {
+        "reason": f"{ways}{f'; over ordinary networks: {others}' if others else ''}",
+        "providers": [{"name": one.name, "protocol": one.protocol, "is_fast": one.is_fast} for one in providers],
+    }
 
 
 def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:

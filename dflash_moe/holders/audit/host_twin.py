@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.refusals import in_one_line
 from dflash_moe.protocol.failures import is_passing
+from dflash_moe.store.expert_store import ExpertStore
 from dflash_moe.telemetry.spaced_log import SpacedLog
 from dflash_moe.topology.numerics import CLASSES
 

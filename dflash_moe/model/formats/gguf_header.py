@@ -51,6 +51,7 @@ BLOCK_TYPES = {
 # Metadata types of fixed size are read by these struct formats.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q").unpack_from
 # The smallest metadata entry has a key length, a type and a value of one byte.
 _LEAST_ENTRY_BYTES = 8 + 4 + 1
 # The smallest tensor entry has a name length, a number of dimensions, a type and an offset.
@@ -190,10 +191,26 @@ class _Reader:
             return list(struct.unpack_from(f"<{count}{_SCALARS[item]}", self.data, start)) if count <= MAX_KEPT_ITEMS else count
         count = self._count(f"the length of {what}", 8 if item == _TEXT else 12)
         if item == _TEXT:
-            for _ in range(count):
-                self._take(int(self._number("Q", f"the length of a text of {what}")), f"a text of {what}")
+            self._skip_texts(count, what)
             return count
         return [self._value(f"an item of {what}", item, depth - 1) for _ in range(count)]
+
+    def _skip_texts(self, count: int, what: str) -> None:
+        """Moves past a list of texts. A vocabulary has 10^5 and each start reads it several times,
+        so that reading a length is no call of ours.
+        """
+        before, at, last = self.at, self.at, self.size - 8
+        for _ in range(count):
+            if at > last:
+                break
+            before, at = at, at + 8 + _LENGTH(self.data, at)[0]
+        else:
+            if at <= self.size:
+                self.at = at
+                return
+        # This text is not whole; reading it says how.
+        self.at = before if at > self.size else at
+        self._take(int(self._number("Q", f"the length of a text of {what}")), f"a text of {what}")
 
     def _tensor_table(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
         """Reads the shape (the last dimension varies fastest), the type number and the offset in

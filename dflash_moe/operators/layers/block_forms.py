@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,20 @@ from dflash_moe.operators.step_context import running_step
 # More rows than this are not probed; a longer window is an argument that attention's own tests see.
 _MAX_ROWS = 200
 _ROWS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProven:
+    """How the proof of one layer ended: which of its `num_candidates` candidates stands in for it,
+    by its place among them, and the largest error over the allowed one; or, in place of the former,
+    why none does.
+    """
+
+    num_candidates: int
+    place: int | None
+    reason: str = ""
+    excess: float = 0.0
+
 
 # Begins a step of so many rows, at positions 0, 1, ...
 BeginStep = Callable[[int], AbstractContextManager[ProbeStep]]
@@ -57,19 +71,28 @@ class LayerForms:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def find(
-        self, name: str, layer: nn.Module, attention: AttentionLayer, pages: LayerPages, called: Mapping[str, Any]
-    ) -> tuple[HostLayer | None, str, float]:
-        """Returns what may stand in for `layer`, or None and why, and the largest error over the
-        allowed one. The model calls the layer with the arguments `called` beside hidden states.
+        self, name: str, layer: nn.Module, attention: AttentionLayer, pages: LayerPages, called: Mapping[str, Any],
+        known: LayerProven | None = None,
+    ) -> tuple[HostLayer | None, LayerProven]:  # fmt: skip
+        """Returns what may stand in for `layer`, or None, and how the proof ended. The model calls
+        the layer with the arguments `called` beside hidden states. Where `known` says how a proof
+        of the same layer ended, by the same code, it is not made again.
         """
         num_rows = min(_MAX_ROWS, max(_ROWS, attention.call.window + 3))
         with self._begin(num_rows) as step:
             found_parts = list(candidates(name, layer, attention, pages, step.cos.shape[-1], BoundProbe))
+            if known is not None and known.num_candidates == len(found_parts):
+                found = None if known.place is None else HostLayer(self._pool, self._buffers, *found_parts[known.place]).eval()
+                return None if found is None else self._with_experts(name, found), known
+
+            def unfit(reason: str) -> tuple[None, LayerProven]:
+                return None, LayerProven(len(found_parts), None, reason)
+
             if not found_parts:
-                return None, "its children are not those of attention and feed-forward behind a norm each", 0.0
+                return unfit("its children are not those of attention and feed-forward behind a norm each")
             step, reason = _as_called(step, called)
             if reason:
-                return None, reason, 0.0
+                return unfit(reason)
             layers = [HostLayer(self._pool, self._buffers, *parts).eval() for parts in found_parts]
             rows = probe_rows(layers[0].hidden_size, self._dtype, scales=(1.0, 8.0))
             rows = rows.repeat(-(-num_rows // len(rows)), 1)[:num_rows]
@@ -77,20 +100,21 @@ class LayerForms:
             copied = exact_copy(layer, attention.module.removeprefix(f"{name}."), stub, path)
             exact, reason = self._exact(copied, attention, rows, step)
             if reason:
-                return None, reason, 0.0
+                return unfit(reason)
             routing = copied.routing
             own = self._own(layer, rows, step, stub, path)
             fitting = []
-            for candidate in layers:
-                found = self._excess(candidate, rows, step, own, exact, copied, routing)
-                if found <= 1.0:
-                    fitting.append((found, candidate))
+            for place, candidate in enumerate(layers):
+                excess_found = self._excess(candidate, rows, step, own, exact, copied, routing)
+                if excess_found <= 1.0:
+                    fitting.append((excess_found, place))
         if len(fitting) != 1:
-            return None, f"{len(fitting) or 'no'} block forms fit", 0.0
-        reason = self._why_not(layer, fitting[0][1], copied, attention, called)
+            return unfit(f"{len(fitting) or 'no'} block forms fit")
+        excess_found, place = fitting[0]
+        reason = self._why_not(layer, layers[place], copied, attention, called)
         if reason:
-            return None, reason, 0.0
-        return self._with_experts(name, fitting[0][1]), "", fitting[0][0]
+            return unfit(reason)
+        return self._with_experts(name, layers[place]), LayerProven(len(found_parts), place, excess=excess_found)
 
     def _why_not(
         self, layer: nn.Module, found: HostLayer, copied: ExactCopy, attention: AttentionLayer, called: Mapping[str, Any]

@@ -80,6 +80,32 @@ TEST_CASE("a slice that only waited at a call's deadline goes to another holder 
   CHECK(scene.counters(0).calls == 3);
 }
 
+TEST_CASE(
+    "two holders that owe each other's shards wear out both paths, and the call waits for them") {
+  SceneOptions options = with_timeout(500'000'000);
+  options.geometry.num_slots = 2;
+  options.policy = {64, 1};
+  Replicated scene(options);
+  REQUIRE(scene.client.set_holders(kLayer, 0, {0, 1}).ok());
+  Tokens tokens{{2}, {0}};
+  const CallPtr call = scene.submit(tokens);
+  for (Puppet& puppet : scene.puppets) puppet.take();  // what nobody answers
+  int num_renewed = 0;
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+    for (const WornPath& worn : scene.client.retire_worn_paths()) {
+      REQUIRE(scene.renew(worn.worker, options.geometry).ok());
+      ++num_renewed;
+    }
+    for (Puppet& puppet : scene.puppets) {
+      if (auto request = puppet.try_take()) puppet.send(echo(*request));
+    }
+  }
+  REQUIRE(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+  CHECK(num_renewed >= 1);
+}
+
 TEST_CASE("a call ends at its deadline where one of its shards has nobody else") {
   Replicated scene(with_timeout(150'000'000));
   Tokens tokens{{2}, {0}};  // shard 0 is held by worker 0 alone

@@ -104,6 +104,35 @@ TEST_CASE("a reply that queued behind another teaches nothing about the way back
   CHECK(model.receive().num_samples() == known);
 }
 
+TEST_CASE("time behind other hosts is neither sending nor computing, and is expected for a while") {
+  WorkerModel alone, shared;
+  for (int64_t call = 0; call < 6; ++call) {
+    const int64_t now = call * 100 * kMs;
+    ReplyTimes times = exchange_at(now);
+    alone.observe(0, kSize, times);
+    // The same exchange, which waits 30 ms for others between receipt and start.
+    times.worker_started_ns += 30 * kMs;
+    times.worker_finished_ns += 30 * kMs;
+    times.arrived_ns += 30 * kMs;
+    times.worker_behind_ns = 30 * kMs;
+    shared.observe(0, kSize, times);
+  }
+  CHECK(shared.send().predict(100'000, 0) == doctest::Approx(alone.send().predict(100'000, 0)));
+  CHECK(shared.compute().at(0).predict(400, 16) == doctest::Approx(10e6));
+  const int64_t last = 600 * kMs;
+  CHECK(alone.behind_ns(last) == 0);
+  CHECK(shared.behind_ns(last) == 30 * kMs);
+  CHECK(shared.behind_ns(last + 5'000 * kMs) == 0);  // no news: it is tried again
+  // A worker that others leave is believed to be free within a few replies.
+  for (int64_t call = 6; call < 30; ++call) shared.observe(0, kSize, exchange_at(call * 100 * kMs));
+  CHECK(shared.behind_ns(3'000 * kMs) < kMs);
+  // Nobody can have waited longer than a request lay there.
+  ReplyTimes lie = exchange_at(3'000 * kMs);
+  lie.worker_behind_ns = 1'000 * kMs;
+  shared.observe(0, kSize, lie);
+  CHECK(shared.behind_ns(3'000 * kMs) < kMs);
+}
+
 TEST_CASE(
     "times that cannot be are ignored: longer than the host waited, backwards, at the ends of the "
     "range") {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/timed_wait.h"
 
 namespace dflash::simulation {
 namespace {
@@ -82,6 +83,71 @@ TEST_CASE("a killed task returns from all its waits, also where it is frozen") {
   scheduler.after(7, [&] { task->kill(); });
   scheduler.run([&] { return task->is_over(); });
   CHECK(scheduler.now_ns() - began == 7);
+}
+
+TEST_CASE("a timed wait ends when it is told, or with its time, and another task has the mutex") {
+  Scheduler scheduler;
+  std::mutex mutex;
+  std::condition_variable told;
+  std::vector<int64_t> waited;
+  const auto waiter = scheduler.spawn([&] {
+    std::unique_lock lock(mutex);
+    for (int i = 0; i < 2; ++i) {
+      const int64_t began = now_ns();
+      wait_for_ns(told, lock, 100);
+      waited.push_back(now_ns() - began);
+    }
+  });
+  const auto teller = scheduler.spawn([&] {
+    nap_ns(30);
+    const std::lock_guard lock(mutex);
+    notify_waiter(told);
+  });
+  run_all(scheduler);
+  CHECK(waited == std::vector<int64_t>{30, 100});
+  CHECK(teller->is_over());
+  CHECK(waiter->is_over());
+}
+
+TEST_CASE("time passes while a killed task waits for some of it to pass") {
+  Scheduler scheduler;
+  std::mutex mutex;
+  std::condition_variable told;
+  int64_t waited_ns = 0;
+  const auto waiter = scheduler.spawn([&] {
+    std::unique_lock lock(mutex);
+    const int64_t began = now_ns();
+    while (waited_ns < 100) {
+      wait_for_ns(told, lock, 30);
+      waited_ns = now_ns() - began;
+    }
+  });
+  scheduler.after(5, [&] { waiter->kill(); });
+  scheduler.run([&] { return waiter->is_over(); });
+  CHECK(waited_ns >= 100);
+  CHECK(waited_ns < 130);
+}
+
+TEST_CASE("a killed task still waits for another one of its process to return") {
+  Scheduler scheduler;
+  std::mutex mutex;
+  std::condition_variable told;
+  bool is_done = false;
+  const auto waiter = scheduler.spawn([&] {
+    std::unique_lock lock(mutex);
+    while (!is_done) wait_for_ns(told, lock, 100);
+  });
+  const auto worker = scheduler.spawn([&] {
+    nap_ns(kHourNs);
+    is_done = true;
+  });
+  scheduler.after(5, [&] {
+    waiter->kill();
+    worker->kill();
+  });
+  scheduler.run([&] { return waiter->is_over(); });
+  CHECK(waiter->is_over());
+  CHECK(is_done);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ constexpr transport::SlotGeometry kGeometry{3, 256, 256};
 struct Scene {
   explicit Scene(bool is_stream) {
     link =
-        SimulatedLink::create({scheduler, journal, Random(1), network, counts, 0,
+        SimulatedLink::create({scheduler, journal, Random(1), network, counts, replied_ns, 0,
                                [this](std::string what) { violations.push_back(std::move(what)); },
                                [](std::span<const std::byte>) {}},
                               kGeometry, 7, is_stream)
@@ -56,6 +56,7 @@ struct Scene {
   Journal journal;
   Network network;
   LinkCounts counts;
+  int64_t replied_ns = 0;
   std::vector<std::string> violations;
   std::shared_ptr<SimulatedLink> link;
   std::unique_ptr<transport::Channel> host, worker;

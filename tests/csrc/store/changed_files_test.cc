@@ -78,7 +78,8 @@ struct Scene {
     } else {  // no store, and so no background reader
       auto layer =
           backend->create_layer(facts.spec, kNumExperts, facts.formats, facts.numerics).value();
-      shard = std::make_shared<ResidentShard>(facts, backend, std::move(layer), 0);
+      shard = std::make_shared<ResidentShard>(facts, backend, std::move(layer), 0,
+                                              ResidentShard::OfStore{});
     }
     REQUIRE(shard->compute_from(mapped).ok());
     for (uint32_t id = 0; id < kNumExperts; ++id) {

@@ -66,7 +66,7 @@ TEST_CASE("a flipped bit is found by the scrub, wherever it is") {
       REQUIRE(scene.shard->flip_bit(expert, byte, byte % 8));
       const auto damage = scene.scrubber.run();
       REQUIRE(damage.has_value());
-      CHECK(damage->weights_fingerprint == 7);
+      CHECK(damage->shard_number == scene.shard->number());
       CHECK(damage->local_expert_id == expert);
       CHECK(scene.shard->is_damaged(expert));
       CHECK(scene.scrubber.stats().damages == 1);
@@ -124,6 +124,21 @@ TEST_CASE("a scrub of whole weights goes on until it is stopped, with a store th
     scrub.join();
     CHECK(scene.scrubber.stats().damages == 0);
   }
+}
+
+TEST_CASE("a period that is shortened holds at once") {
+  Scene scene;
+  Scrubber scrubber{scene.store, 1e8};  // which would leave years between two experts
+  std::thread scrub([&] { CHECK(!scrubber.run().has_value()); });
+  const uint64_t enough = 3 * scene.store->resident_bytes();
+  const Deadline deadline = Deadline::after_ms(20'000);
+  while (scrubber.stats().scrubbed_bytes == 0 && !deadline.has_passed()) std::this_thread::yield();
+  scrubber.set_period(kAtOnce);
+  while (scrubber.stats().scrubbed_bytes < enough && !deadline.has_passed())
+    std::this_thread::yield();
+  CHECK(scrubber.stats().scrubbed_bytes >= enough);
+  scrubber.stop();
+  scrub.join();
 }
 
 }  // namespace

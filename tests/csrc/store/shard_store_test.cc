@@ -176,15 +176,73 @@ TEST_CASE("a shard that is being loaded is lent to nobody else, and what failed 
   CHECK(borrow_loaded(store, facts(1), toy_experts())->content().num_read == kNumExperts);
 }
 
-TEST_CASE("another description under the fingerprint of a shard in use is refused") {
+TEST_CASE("another description under the same fingerprint is another shard") {
   ShardStore store(processor());
-  auto loan = borrow_loaded(store, facts(1), toy_experts());
+  const auto loan = borrow_loaded(store, facts(1), toy_experts());
   ShardFacts other = facts(1);
   other.spec.activation = compute::Activation::kRelu;
-  CHECK(store.borrow(other) ==
-        Failed(ErrorCode::kInvalidArgument, "a shard in use whose description differs"));
-  loan.reset();
-  CHECK(borrow(store, other)->facts() == other);
+  const auto of_another = borrow_loaded(store, other, toy_experts());
+  CHECK(of_another.get() != loan.get());
+  CHECK(of_another->number() != loan->number());
+  CHECK(store.num_shards() == 2);
+  CHECK(borrow(store, facts(1)).get() == loan.get());
+  CHECK(borrow(store, other).get() == of_another.get());
+}
+
+TEST_CASE("what nobody borrows makes room in the order in which it came back, and no more of it") {
+  const uint64_t one = compute::CpuBackend::predicted_bytes(
+      compute::Isa::kScalar, toy_spec(), kNumExperts, compute::ResidentFormats(Dtype::kF32));
+  for (const bool is_limited : {true, false}) {
+    ShardStore store(processor(), is_limited ? 3 * one : 0);
+    const std::optional<uint64_t> free_bytes =
+        is_limited ? std::nullopt : std::optional<uint64_t>(0);
+    auto used = borrow_loaded(store, facts(1), toy_experts());
+    auto second = borrow_loaded(store, facts(2), toy_experts());
+    auto third = borrow_loaded(store, facts(3), toy_experts());
+    third.reset();
+    nap_ns(1'000'000);
+    second.reset();
+    CHECK(store.num_shards() == 3);
+    CHECK(store.borrow(facts(4), free_bytes).ok());
+    CHECK(store.num_shards() == 3);
+    CHECK(borrow(store, facts(1)).get() == used.get());
+    CHECK(borrow(store, facts(2))->is_complete());
+  }
+}
+
+TEST_CASE("a shard that the free memory has no room for is refused before it is loaded") {
+  ShardStore store(processor());
+  const auto used = borrow_loaded(store, facts(1), toy_experts());
+  const auto refused = store.borrow(facts(2), 100);
+  REQUIRE(refused == Failed(ErrorCode::kInvalidArgument, "are free there now"));
+  CHECK(store.borrow(facts(1), 0).ok());
+  CHECK(store.borrow(facts(2), 1 << 20).ok());
+}
+
+TEST_CASE("what nobody borrows is kept for as long as was said") {
+  ShardStore store(processor());
+  auto used = borrow_loaded(store, facts(1), toy_experts());
+  borrow_loaded(store, facts(2), toy_experts());
+  const int64_t left_ns = store.drop_unborrowed(int64_t{3600} * 1'000'000'000);
+  CHECK(left_ns > 0);
+  CHECK(store.num_shards() == 2);
+  nap_ns(1'000'000);
+  CHECK(store.drop_unborrowed(1) == 0);
+  CHECK(store.num_shards() == 1);
+  CHECK(!used->is_shared());
+  const auto again = borrow(store, facts(1));
+  CHECK(used->is_shared());
+}
+
+TEST_CASE("what a loading that failed has left is freed alone") {
+  ShardStore store(processor());
+  borrow_loaded(store, facts(1), toy_experts());
+  auto loading = borrow(store, facts(2));
+  store.drop_failed();
+  CHECK(store.num_shards() == 2);
+  loading.reset();
+  store.drop_failed();
+  CHECK(store.num_shards() == 1);
 }
 
 TEST_CASE("shards beyond the memory limit are refused before they are loaded") {

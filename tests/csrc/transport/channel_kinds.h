@@ -7,9 +7,15 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
+#include <string_view>
 #include <utility>
 
+#if __has_include(<rdma/fi_endpoint.h>)
+#include "transport/fabric/fabric_channel.h"
+#endif
 #include "transport/faulty/faulty.h"
 #include "transport/handshake.h"
 #include "transport/secure_pair.h"
@@ -82,9 +88,66 @@ struct Emulated {
   }
 };
 
+#if __has_include(<rdma/fi_endpoint.h>)
+
+// A path over libfabric by its handshake's steps, with the provider of a name that this machine's
+// version has. Both ends have heard of each other when they are handed out: the last words of an
+// end that closes before anything was sent are lost with the connection that it began to make.
+inline ChannelPair fabric_pair(std::initializer_list<std::string_view> names,
+                               const SlotGeometry& geometry) {
+  const auto providers = take(fabric_providers());
+  const auto one = std::find_if(providers.begin(), providers.end(), [&](const FabricProvider& it) {
+    return std::find(names.begin(), names.end(), it.name) != names.end();
+  });
+  REQUIRE(one != providers.end());
+  const auto open = [&] {
+    return take(FabricEndpoint::open(*one, "", max_fabric_message(geometry),
+                                     num_fabric_sends(geometry), num_fabric_receives(geometry)));
+  };
+  FabricEndpoint host = open(), worker = open();
+  REQUIRE(host.meet(worker.address()).ok());
+  REQUIRE(worker.meet(host.address()).ok());
+  auto companions = tcp_sockets();
+  ChannelPair pair{take(make_fabric_channel(Side::kHost, geometry, std::move(host),
+                                            std::move(companions.first))),
+                   take(make_fabric_channel(Side::kWorker, geometry, std::move(worker),
+                                            std::move(companions.second)))};
+  for (const bool is_request : {true, false}) {
+    Channel& sender = is_request ? *pair.host : *pair.worker;
+    Channel& receiver = is_request ? *pair.worker : *pair.host;
+    REQUIRE(sender.publish(0, 1).ok());
+    const Deadline deadline = Deadline::after_ms(10'000);
+    while (!take(receiver.poll()).has_value()) {
+      REQUIRE(!take(sender.poll()).has_value());
+      REQUIRE(!deadline.has_passed());
+    }
+  }
+  return pair;
+}
+
+// The two providers over ordinary networks. The first was `net` in libfabric 1.17 and is `tcp` in
+// later versions.
+struct FabricTcp {
+  static constexpr const char* kKind = "fabric";
+  static ChannelPair make(const SlotGeometry& geometry) {
+    return fabric_pair({"net", "tcp"}, geometry);
+  }
+};
+struct FabricRxm {
+  static constexpr const char* kKind = "fabric";
+  static ChannelPair make(const SlotGeometry& geometry) {
+    return fabric_pair({"tcp;ofi_rxm"}, geometry);
+  }
+};
+#define DFLASH_FABRIC_KINDS , FabricTcp, FabricRxm, Emulated<FabricTcp>
+
+#else
+#define DFLASH_FABRIC_KINDS
+#endif
+
 #define DFLASH_EVERY_KIND                                                                 \
   Loopback, Shared, Unix, Tcp, Tls, Emulated<Loopback>, Emulated<Shared>, Emulated<Unix>, \
-      Emulated<Tcp>, Emulated<Tls>
+      Emulated<Tcp>, Emulated<Tls> DFLASH_FABRIC_KINDS
 
 // Waits for one arrival on one channel; fails the test on an error or when nothing comes for ten
 // seconds.

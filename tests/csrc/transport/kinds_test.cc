@@ -34,7 +34,8 @@ TEST_CASE("a row is found by its name, and an unknown name lists the rows") {
   CHECK(is_toy);
   const auto missing = find_kind(kinds, "pigeon");
   REQUIRE(missing == Failed(ErrorCode::kUnsupported));
-  CHECK(missing.error().message == "transport 'pigeon' is not one of shared, unix, tcp, toy");
+  CHECK(missing.error().message ==
+        "transport 'pigeon' is not one of shared, unix, tcp, fabric, toy");
 }
 
 TEST_CASE("every row carries messages on this machine") {

@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <doctest/doctest.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/fabric/fabric.h"
 #include "transport/kinds.h"
 #include "transport/stream/stream.h"
 
@@ -80,9 +82,17 @@ inline Result<Acceptance> accept_toy(const PathTerms& terms, Handover offered) {
   };
 }
 
-// The table of this build, and the toy behind it.
+// The table of this build without a fabric that this machine has no library for, and the toy behind
+// it.
 inline std::vector<TransportKind> kinds_and_toy() {
-  std::vector<TransportKind> kinds(transport_kinds().begin(), transport_kinds().end());
+  std::vector<TransportKind> kinds;
+  for (const TransportKind& kind : transport_kinds()) {
+    if (kind.name == kFabricKind.name && !fabric_providers().ok()) {
+      MESSAGE("without the fabric: ", fabric_providers().error().message);
+    } else {
+      kinds.push_back(kind);
+    }
+  }
   kinds.push_back(kToyKind);
   return kinds;
 }

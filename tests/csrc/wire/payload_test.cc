@@ -54,12 +54,14 @@ TEST_CASE("floor bytes count rows both ways, six bytes a pair and two a row") {
 TEST_CASE("reply timing survives the codec and leaves no byte unset") {
   std::array<std::byte, kReplyTimingBytes> bytes;
   bytes.fill(std::byte{0xff});
-  encode_reply_timing({1, 1'000'000'007, 0x7fffffffffffffff}, bytes);
+  encode_reply_timing({1, 1'000'000'007, 0x7fffffffffffffff, 0}, bytes);
   const ReplyTiming timing = decode_reply_timing(bytes);
   CHECK(timing.received_ns == 1);
   CHECK(timing.started_ns == 1'000'000'007);
   CHECK(timing.finished_ns == 0x7fffffffffffffff);
   for (size_t i = 24; i < bytes.size(); ++i) CHECK(bytes[i] == std::byte{0});
+  encode_reply_timing({1, 2, 3, 0x1122334455667788}, bytes);
+  CHECK(decode_reply_timing(bytes).behind_ns == 0x1122334455667788);
 }
 
 TEST_CASE("an error payload keeps its code and cuts and cleans its text") {

@@ -24,7 +24,7 @@ from dflash_moe.cli import demo, main, options, root
 from dflash_moe.cli.command_line import Commands
 from dflash_moe.cli.doctor import probes
 from dflash_moe.cli.model_path import model_path
-from dflash_moe.config import SETTINGS
+from dflash_moe.config import SETTINGS, CacheSettings
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
 from dflash_moe.holders import threads
 from dflash_moe.protocol.keys import write_key_file
@@ -38,7 +38,8 @@ BF16_CLASS = class_on("bf16", "cpu")
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for setting in SETTINGS:
-        if setting.environment:
+        # That of conftest stays, with which nothing is kept on disk.
+        if setting.environment and setting.name != "cache_path":
             monkeypatch.delenv(setting.environment, raising=False)
     for name in (*options.PASSIVE_OPENMP, "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
@@ -461,12 +462,25 @@ def test_key_make_writes_a_private_key_once(capsys, tmp_path):
     assert path.read_text() == before
 
 
+def test_key_make_derives_a_workers_own_key(capsys, tmp_path):
+    group, own = tmp_path / "group.key", tmp_path / "w0.key"
+    assert run(capsys, "key", "make", str(group))[0] == 0
+    code, out, _ = run(capsys, "key", "make", str(own), "--worker", "w0", "--from", str(group))
+    assert (code, out) == (0, f"wrote the key of worker w0 to {own} (mode 0600)\n")
+    assert re.fullmatch(r"[0-9a-f]{64}\nworker w0\n", own.read_text())
+    for given, missing in ((("--worker", "w1"), "--from GROUP"), (("--from", str(group)), "--worker NAME")):
+        code, _, err = run(capsys, "key", "make", str(tmp_path / "w1.key"), *given)
+        assert code == 2
+        assert f"{given[0]} needs {missing}" in err[-1]
+
+
 def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     code, out, err = run(capsys, "doctor", "--json")
     found = json.loads(out)
     assert (code, err) == (0, [])
     assert set(found) == {
         "backends", "transports", "machine", "problems", "numerics", "host_device", "host_operators", "settings", "audit",
+        "registration",
     }  # fmt: skip
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]
@@ -478,9 +492,10 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
         assert backend["reason"]
     assert [device["vendor"] for device in found["backends"]["sim"]["devices"]] == ["cuda", "hip"]
     assert found["backends"]["sim"]["available"]
-    assert {name: found["transports"][name]["available"] for name in found["transports"]} == {
-        "loopback": True, "shared": True, "unix": True, "tcp": True,
-    }  # fmt: skip
+    fabric = found["transports"].pop("fabric")
+    assert all(finding["available"] for finding in found["transports"].values())
+    assert list(found["transports"]) == ["loopback", "shared", "unix", "tcp"]
+    assert [one["name"] for one in fabric["providers"]] if fabric["available"] else "libfabric" in fabric["reason"]
     threads = found["machine"]["threads"]
     assert threads["total"] == threads["host"] + sum(threads["workers"].values())
     assert threads["oversubscribed"] == (threads["total"] > found["machine"]["usable_cores"])
@@ -631,3 +646,32 @@ def test_the_recorded_demo_is_the_demo_that_users_run():
 
     recorded = Topology.load(Path(__file__).parents[3] / "bench" / "settings" / "demo" / "topology.yaml")
     assert essence(recorded) == essence(demo.demo_topology())
+
+
+def test_a_worker_by_hand_keeps_on_disk_what_its_own_topology_and_environment_say(tmp_path, monkeypatch):
+    topology = tmp_path / "far.yaml"
+    topology.write_text("version: 1\ncache: {path: /var/kept, max_bytes: 1GiB, panels: on}\nworkers: [{name: far}]\n")
+    command = ["worker", "--name", "far", "--model", "demo", "--topology", str(topology), "--listen", f"unix://{tmp_path}/w"]
+    told: list[CacheSettings] = []
+    monkeypatch.setattr("dflash_moe.workers.process.run_hand_started_worker", lambda **given: told.append(given["cache"]) or 0)
+    assert main.run(command) == 0
+    monkeypatch.delenv("DFLASH_MOE_CACHE_PATH")
+    monkeypatch.setenv("DFLASH_MOE_CACHE_PANELS", "off")
+    assert main.run(command) == 0
+    assert told == [
+        CacheSettings(is_off=True, max_bytes=1 << 30, panels="on"),
+        CacheSettings(Path("/var/kept"), max_bytes=1 << 30, panels="off"),
+    ]
+
+
+def test_doctor_says_what_the_keys_of_workers_that_register_allow(capsys, tmp_path):
+    path = tmp_path / "registered.yaml"
+    text = "version: 1\nregistration: {listen: 'tcp://0.0.0.0:7170'%s}\nworkers: [{name: w0, address: registered}]\n"
+    for more, said in (
+        ("", "w0 at tcp://0.0.0.0:7170, with the group's key or one of its own each; who has the group's can be any worker"),
+        (", names: any, require_key_per_worker: true", "w0, any at tcp://0.0.0.0:7170, with a key of its own each"),
+    ):
+        path.write_text(text % more)
+        _, out, _ = run(capsys, "doctor", "--topology", str(path))
+        (line,) = [line for line in out.splitlines() if line.startswith("register ")]
+        assert said in line

@@ -20,13 +20,14 @@ from dflash_moe.topology import Topology
 from tests.unit.cli.test_any_value import commands
 
 MODE_VARIABLE = "DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE"
-READERS = ("chat", "diff", "generate", "plan", "serve", "verify")
+READERS = ("chat", "diff", "generate", "plan", "serve", "store", "verify")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for setting in SETTINGS:
-        if setting.environment:
+        # That of conftest stays, with which nothing is kept on disk.
+        if setting.environment and setting.name != "cache_path":
             monkeypatch.delenv(setting.environment, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in options.PASSIVE_OPENMP:
@@ -183,6 +184,7 @@ def test_doctor_says_where_each_value_comes_from(file, monkeypatch, capsys, tmp_
         "kv_memory": {"value": "10%", "from": f"{topology}: engine.kv_memory"},
         "max_context": {"value": "4096", "from": f"{path}:1"},
         "temperature": {"value": "0.5", "from": f"{path}:3"},
+        "cache_path": {"value": "none", "from": "DFLASH_MOE_CACHE_PATH"},
     }
     assert main.run(["doctor"]) == 0
     out = capsys.readouterr().out

@@ -18,7 +18,7 @@ from dflash_moe.cli.simulate import SimulatedMembers
 
 BUILD = ROOT / "build" / "core"
 # It is found by one of the first seeds.
-PLANTED = ("slot_reused_early",)
+PLANTED = ("slot_reused_early", "scattered_to_the_first")
 
 
 def test_a_seed_replays_its_events(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,14 +32,18 @@ def test_a_seed_replays_its_events(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_summary_adds_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "summary.json"
-    assert main.run(["simulate", "--seeds", "3", "--seconds", "2", "--json", str(out)]) == 0
+    assert main.run(["simulate", "--seeds", "4", "--seconds", "2", "--json", str(out)]) == 0
     assert "no rule was broken" in capsys.readouterr().out
     row = json.loads(out.read_text(encoding="utf-8"))["rows"][0]
-    reports = [_simulation.simulate(seed, 2.0, SimulatedMembers) for seed in (1, 2, 3)]
+    reports = [_simulation.simulate(seed, 2.0, SimulatedMembers) for seed in (1, 2, 3, 4)]
+    assert {report.num_hosts for report in reports} == {1, 2}
     assert row["calls"] == sum(report.num_calls for report in reports)
     assert row["succeeded"] + row["abandoned"] + sum(row["failed"].values()) == row["calls"]
     assert sum(row["faults"].values()) == sum(sum(report.faults.values()) for report in reports)
     assert row["failing"] == {}
+    with_two = [report for report in reports if report.num_hosts == 2]
+    assert row["two_hosts"]["virtual_hours"] == pytest.approx(sum(report.virtual_s for report in with_two) / 3600)
+    assert row["two_hosts"]["batches"] == sum(report.num_batches for report in with_two)
 
 
 def test_hours_are_virtual() -> None:

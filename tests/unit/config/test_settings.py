@@ -19,9 +19,11 @@ from dflash_moe import _core
 from dflash_moe.cli.main import run
 from dflash_moe.config import (
     ISAS,
+    NO_CACHE,
     SECTIONS,
     SETTINGS,
     SETTINGS_BY_NAME,
+    CacheSettings,
     MemoryBudget,
     Settings,
     format_bytes,
@@ -86,6 +88,9 @@ GOOD = {
     "micro_batches": ("2", "2"),
     "speculate": ("Prompt", "prompt"),
     "prefix_cache": ("off", False),
+    "cache_path": ("/var/cache/experts", Path("/var/cache/experts")),
+    "cache_max_bytes": ("64 GiB", 64 << 30),
+    "cache_panels": ("Off", "off"),
     "cpu_isa": ("avx2", "avx2"),
     "handover": ("/run/handover", Path("/run/handover")),
     "handover_token_fd": ("7:81234", "7:81234"),
@@ -139,6 +144,9 @@ BAD = {
     "micro_batches": ["3", "0", "off", True],
     "speculate": ["on", "", "mtp", True],
     "prefix_cache": ["1", "yes", "", 1],
+    "cache_path": ["", "cache", "./cache", "~nobody-of-this-name/cache", "/a\0b", 3, True],
+    "cache_max_bytes": ["0", "-1", "half", "10%", "", 0, True],
+    "cache_panels": ["", "always", "1", 1],
     "cpu_isa": ["sse9", ""],
     "handover": ["", 3],
     "handover_token_fd": ["-1:2", "7", "stdin", ":", ""],
@@ -182,6 +190,31 @@ def test_an_audit_that_a_topology_turns_off_is_off():
         assert resolve_settings(topology.stated_settings, environ={}).audit_cpu == share
 
 
+def test_what_is_kept_on_disk_is_one_value_that_comes_through_a_command_line():
+    given = {"cache_path": "~/kept", "cache_max_bytes": "1GiB", "cache_panels": "on"}
+    cases = {
+        CacheSettings(): {},
+        CacheSettings(Path.home() / "kept", max_bytes=1 << 30, panels="on"): given,
+        CacheSettings(is_off=True, max_bytes=1 << 30, panels="on"): given | {"cache_path": "None"},
+        CacheSettings(panels="off"): {"cache_panels": "off"},
+    }
+    for expected, overrides in cases.items():
+        cache = resolve_settings(environ={}, **overrides).cache
+        assert cache == expected
+        words = cache.to_options()
+        assert CacheSettings.from_options(dict(zip(words[::2], words[1::2], strict=True))) == expected
+    assert [cache.has_panels for cache in cases] == [True, True, False, False]
+
+
+def test_a_path_that_means_nothing_is_kept_is_taken_again():
+    setting = SETTINGS_BY_NAME["cache_path"]
+    assert setting.check(setting.check(" None ", "first"), "again") == "none"
+
+
+def test_no_test_touches_what_this_user_keeps_on_disk():
+    assert resolve_settings().cache == NO_CACHE
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_a_value_that_is_not_allowed_is_named_with_its_origin_and_the_allowed_ones(name, value):
     setting = SETTINGS_BY_NAME[name]
@@ -207,18 +240,18 @@ def test_precedence_is_argument_then_environment_then_yaml_then_default():
 
 
 def test_an_unknown_transport_is_refused_wherever_it_is_asked_for(tmp_path, capsys):
-    expected = "'fabric' is not allowed; allowed: auto, shared, stream"
-    (tmp_path / "fabric.yaml").write_text("version: 1\nipc: {transport: fabric}\nworkers: [{name: w0}]\n")
+    expected = "'pigeon' is not allowed; allowed: auto, shared, stream, fabric"
+    (tmp_path / "pigeon.yaml").write_text("version: 1\nipc: {transport: pigeon}\nworkers: [{name: w0}]\n")
     sources = [
-        lambda: resolve_settings(environ={}, transport="fabric"),
-        lambda: resolve_settings(environ={f"{IPC}TRANSPORT": "Fabric"}),
-        lambda: resolve_settings({"ipc.transport": "fabric"}, environ={}),
-        lambda: Topology.load(tmp_path / "fabric.yaml"),
+        lambda: resolve_settings(environ={}, transport="pigeon"),
+        lambda: resolve_settings(environ={f"{IPC}TRANSPORT": "Pigeon"}),
+        lambda: resolve_settings({"ipc.transport": "pigeon"}, environ={}),
+        lambda: Topology.load(tmp_path / "pigeon.yaml"),
     ]
     for source in sources:
         with pytest.raises(ConfigError, match="(?i)" + re.escape(expected)):
             source()
-    assert run(["generate", "--model", ".", "--prompt", "x", "--transport", "fabric"]) == 2
+    assert run(["generate", "--model", ".", "--prompt", "x", "--transport", "pigeon"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"--transport: {expected}"
 
 

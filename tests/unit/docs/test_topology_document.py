@@ -13,6 +13,7 @@ from pathlib import Path
 from dflash_moe.cli import config_file
 from dflash_moe.config import SETTINGS
 from dflash_moe.topology import Topology, parse
+from dflash_moe.topology.registration import REGISTRATION_KEYS
 from tests.checks import documents
 from tests.unit.cli.test_any_value import commands
 
@@ -42,9 +43,10 @@ def test_keys_of_the_document_are_those_of_the_parser():
     rows = documents.table(TEXT, "keys")
     assert rows is not None
     found = {row[0] for row in rows}
-    expected = {"version", "preset", "workers", "ipc.*", "engine.*", "failure.*", "host.experts.memory"}
+    expected = {"version", "preset", "workers", "ipc.*", "engine.*", "failure.*", "cache.*", "host.experts.memory"}
     expected |= {f"host.{key}" for key in parse.HOST_KEYS if key != "experts"}
     expected |= {f"placement.{key}" for key in parse.PLACEMENT_KEYS}
+    expected |= {f"registration.{key}" for key in REGISTRATION_KEYS}
     expected |= {f"workers[].{key}" for key in parse.WORKER_KEYS if key != "emulate"}
     expected |= {f"workers[].emulate.{key}" for key in parse.EMULATE_LIMITS}
     assert found == expected

@@ -105,7 +105,7 @@ def test_wrong_greetings_get_a_sentence_and_the_right_one_still_counts(server):
     token = token_of(server)
     server.expect(os.getpid())
     assert "the token is not the one" in refused(server, greeting(bytes(HANDOVER_TOKEN_BYTES)))
-    assert "speaks version 2 of the hand-over" in refused(server, greeting(token, version=2))
+    assert "speaks version 3 of the hand-over" in refused(server, greeting(token, version=3))
     assert "compiled from other sources" in refused(server, greeting(token, layout=_core.layout_fingerprint() ^ 1))
     assert "expected OpenHandover, found Ready" in refused(server, HANDOVER_CODEC.encode(Ready()))
     assert "message type" in refused(server, b"\x81\x00\x7f")

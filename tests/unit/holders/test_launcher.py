@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_moe.config import NO_CACHE, CacheSettings
 from dflash_moe.errors import WorkerTimeout
 from dflash_moe.holders import launcher
 from dflash_moe.holders.launcher import Launcher, StartedWorker
@@ -28,9 +29,9 @@ def begun(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None]) -> list[i
     """Has `before` called before a worker is begun; collects their pids."""
     pids: list[int] = []
 
-    def spawn_then(name: str, model: Path) -> StartedWorker:
+    def spawn_then(name: str, model: Path, cache: CacheSettings) -> StartedWorker:
         before()
-        started = spawn(name, model)
+        started = spawn(name, model, cache)
         pids.append(started.process.pid)
         return started
 
@@ -100,3 +101,15 @@ def test_what_an_interrupted_caller_never_took_ends_with_the_launcher(tmp_path: 
     one.close()
     assert len(pids) == 2
     assert is_reaped(pids)
+
+
+@pytest.mark.parametrize("cache", [NO_CACHE, CacheSettings(), CacheSettings(Path("/var/kept"), max_bytes=1 << 40, panels="on")])
+def test_a_worker_is_told_what_its_host_keeps_on_disk(tmp_path: Path, cache: CacheSettings) -> None:
+    one = Launcher()
+    started = one.start_worker("w0", tmp_path, cache)
+    words = started.process.args
+    started.close(seconds=0.0)
+    one.close()
+    assert isinstance(words, list)
+    options = words[words.index("--name") :]
+    assert CacheSettings.from_options(dict(zip(options[::2], options[1::2], strict=True))) == cache

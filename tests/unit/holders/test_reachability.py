@@ -44,8 +44,8 @@ def test_an_unreadable_key_is_refused_before_the_model_is_read(tmp_path: Path) -
 
 
 def test_a_transport_that_cannot_be_had_is_refused_before_the_model_is_read() -> None:
-    with pytest.raises(ConfigError, match="'fabric' is not allowed; allowed: auto, shared, stream"):
-        ExpertRuntime.start(Topology.local(1), NO_MODEL, transport="fabric")
+    with pytest.raises(ConfigError, match="'pigeon' is not allowed; allowed: auto, shared, stream, fabric"):
+        ExpertRuntime.start(Topology.local(1), NO_MODEL, transport="pigeon")
     with pytest.raises(ConfigError, match="transport shared: worker w0 is reached by tcp"):
         ExpertRuntime.start(Topology.local(1, address="tcp"), NO_MODEL, transport="shared")
 

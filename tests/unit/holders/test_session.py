@@ -19,11 +19,13 @@ import pytest
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.holders.session import HostSession
+from dflash_moe.protocol import auth
 from dflash_moe.protocol.auth import authenticate_host
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, local_identity
 from dflash_moe.protocol.messages import (
+    PANELS_SINCE,
     Attach,
     Attached,
     Checksum,
@@ -125,6 +127,32 @@ def worker(starting: tuple[HostSession, Puppet]) -> tuple[HostSession, Puppet]:
     assert puppet._thread is not None
     puppet._thread.join(WAIT_S)
     return session, puppet
+
+
+@pytest.mark.parametrize("minor", [PANELS_SINCE - 1, PANELS_SINCE])
+@pytest.mark.parametrize("layout", ["auto", "stored", "packed", "mapped"])
+def test_a_worker_of_a_version_without_panels_is_asked_for_packed_weights(
+    starting: tuple[HostSession, Puppet], monkeypatch: pytest.MonkeyPatch, layout: str, minor: int
+) -> None:
+    session, puppet = starting
+    monkeypatch.setattr(auth, "PROTOCOL_MINOR", minor)
+    asked: list[str] = []
+
+    def welcome() -> None:
+        puppet.authenticate()
+        hello = puppet.takes()
+        assert isinstance(hello, Hello)
+        asked.append(hello.weights_layout)
+        puppet.says(HELLO_REPLY)
+
+    puppet.does(welcome)
+    session.connect(timeout_s=WAIT_S)
+    session.greet(
+        OURS, numerics="f32-canonical", threads=1, spin_ns=0, slowdown=1.0, isa="scalar", timeout_s=WAIT_S,
+        weights_layout=layout,
+    )  # fmt: skip
+    is_known = minor >= PANELS_SINCE or layout == "mapped"
+    assert asked == [layout if is_known else "packed"]
 
 
 def shard(num_experts: int) -> LoadShard:

@@ -19,40 +19,57 @@ from dflash_moe import _core
 from dflash_moe.config import SETTINGS_BY_NAME
 from dflash_moe.errors import ConfigError
 from dflash_moe.experts.expert_runtime import ExpertRuntime
-from dflash_moe.holders.transports import choose_transport
+from dflash_moe.holders.transports import choose_transport, may_take_fabric
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.identity import CAPABILITIES
 from dflash_moe.protocol.messages import Attach, Attached
 from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.protocol.schema import schema_of
-from dflash_moe.topology import Topology, parse_address
+from dflash_moe.topology import Topology, WorkerSpec, parse_address
 from dflash_moe.workers import process
 from dflash_moe.workers.listener import open_listener
 from dflash_moe.workers.resident import ResidentWeights
 from tests.checks import headers
 from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
+from tests.fabrics import require_fabric
 
 
 @pytest.mark.parametrize(
-    ("address", "auto", "shared", "stream"),
+    ("address", "auto", "shared", "stream", "fabric"),
     [
-        (None, "shared", "shared", "unix"),
-        ("unix", "unix", None, "unix"),
-        ("tcp", "tcp", None, "tcp"),
-        ("unix:///run/far", "shared", "shared", "unix"),
-        ("tcp://10.0.0.2:7171", "tcp", None, "tcp"),
-        ("loopback", "loopback", "loopback", "loopback"),
+        (None, "shared", "shared", "unix", None),
+        ("unix", "unix", None, "unix", None),
+        ("tcp", "tcp", None, "tcp", "fabric"),
+        ("unix:///run/far", "shared", "shared", "unix", None),
+        ("tcp://10.0.0.2:7171", "tcp", None, "tcp", "fabric"),
+        ("loopback", "loopback", "loopback", "loopback", "loopback"),
     ],
 )
 def test_the_table_says_what_reaches_an_address(
-    address: str | None, auto: str | None, shared: str | None, stream: str | None
+    address: str | None, auto: str | None, shared: str | None, stream: str | None, fabric: str | None
 ) -> None:
-    for setting, expected in (("auto", auto), ("shared", shared), ("stream", stream)):
+    for setting, expected in (("auto", auto), ("shared", shared), ("stream", stream), ("fabric", fabric)):
         if expected is not None:
-            assert choose_transport("far", parse_address(address), setting) == expected
+            assert choose_transport("far", parse_address(address), setting, fabric_clear=True) == expected
             continue
         with pytest.raises(ConfigError, match=f"transport {setting}: worker far is reached by .*, which does not offer it"):
             choose_transport("far", parse_address(address), setting)
+
+
+def test_auto_looks_for_hardware_only_where_a_worker_may_be_reached_in_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    def providers() -> list[SimpleNamespace]:
+        looks.append(1)
+        return [SimpleNamespace(name="verbs;ofi_rxm", is_fast=is_fast), SimpleNamespace(name="net", is_fast=False)]
+
+    monkeypatch.setattr(_core, "fabric_providers", providers)
+    cluster = WorkerSpec("far", address="tcp://10.0.0.2:7171", fabric_clear=True)
+    for is_fast in (True, False):
+        looks: list[int] = []
+        for worker in (None, WorkerSpec("far", address="tcp://10.0.0.2:7171"), WorkerSpec("w0", fabric_clear=True)):
+            assert not may_take_fabric(worker, "auto")
+        assert not may_take_fabric(cluster, "stream")
+        assert not looks
+        assert may_take_fabric(cluster, "auto") == is_fast
 
 
 def test_settings_and_capabilities_are_those_of_the_table() -> None:
@@ -71,6 +88,8 @@ def test_messages_carry_what_a_handshake_may_hand_over() -> None:
 
 def test_every_kind_works_here_or_says_why_not() -> None:
     for kind in TRANSPORTS.values():
+        if kind.name == "fabric":
+            require_fabric()  # the last of the table
         kind.try_here()
 
 
@@ -108,7 +127,7 @@ class ToyOffer:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A row `toy` before all others of the table, at both ends as far as they are this process."""
-    row = SimpleNamespace(name="toy", setting="toy", reaches=["unix path"], is_dialled=False)
+    row = SimpleNamespace(name="toy", setting="toy", reaches=["unix path"], is_dialled=False, is_clear=False)
     others = dict(TRANSPORTS)
     TRANSPORTS.clear()
     TRANSPORTS.update({"toy": row, **others})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import assume, given
@@ -127,7 +127,8 @@ def test_attention_is_on_the_fastest_card_that_has_room_and_experts_follow_in_or
     ]  # fmt: skip
     smaller = fit(model(sizes), dataclasses.replace(machine, memory_bytes=3 * GIB))
     assert layers_of(smaller) == {"cuda0": (5, 6, 7), "cuda1": (3, 4), "memory": (1, 2), "mapped": (0,)}
-    assert {worker.name: worker.weights_layout for worker in smaller.topology.workers}["mapped"] == "mapped"
+    layouts = {worker.name: worker.weights_layout for worker in smaller.topology.workers}
+    assert (layouts["memory"], layouts["mapped"]) == ("auto", "mapped")
     # The fastest card has no room for attention, or torch cannot use it: the next one, or none.
     second = Machine((card(0, 3 * GIB, sizes), card(1, 7 * GIB, sizes)), 9 * GIB, 6)
     assert fit(model(sizes), second).host is second.cards[1]
@@ -312,3 +313,31 @@ def test_a_layer_that_cannot_be_packed_stays_in_the_file_and_does_not_stop_the_o
     assert layers_of(found) == {"memory": (0, 2), "mapped": (1,)}
     assert any("mapped file: experts of layer 2, 1.0 GiB; read and dequantised anew" in line for line in
                describe(made, machine, found, "x"))  # fmt: skip
+
+
+def test_memory_is_slots_for_all_layers_where_the_disk_has_room_for_their_panels() -> None:
+    made = model([GIB] * 8)
+    machine = Machine((), 6 * GIB, 4)
+    packed = fit(made, machine)
+    assert layers_of(packed) == {"memory": (5, 6, 7), "mapped": (0, 1, 2, 3, 4)}
+    found = fit(made, machine, FitWishes(panel_bytes=9 * GIB))
+    assert layers_of(found) == {"memory": tuple(range(8))}
+    (worker,) = found.topology.workers
+    assert (worker.weights_layout, worker.memory) == ("auto", found.places[0].free_bytes)
+    assert worker.memory < 4 * GIB
+    text = "\n".join(describe(made, machine, found, "command"))
+    assert "some of the experts of all layers (3.5 GiB)" in text
+    assert "disk: all of these experts, 8.0 GiB in panels; calls read those that are not in memory" in text
+    assert "or 4.5 GiB more of free memory, so that none are read from disk" in text
+    assert "memory and disk" in speed_line(made, found, 1e9)
+    # Not where disk has no room for them, where memory has none for one layer, or where all fit.
+    assert layers_of(fit(made, machine, FitWishes(panel_bytes=8 * GIB))) == layers_of(packed)
+    assert "mapped" in layers_of(fit(model([4 * GIB] * 2), machine, FitWishes(panel_bytes=90 * GIB)))
+    assert fit(made, Machine((), 20 * GIB, 4), FitWishes(panel_bytes=9 * GIB)).places[0].layout == "packed"
+
+
+def test_layers_that_cannot_be_packed_stay_in_the_mapped_file_beside_slots() -> None:
+    made = model([GIB] * 4)
+    made = replace(made, layers=(*made.layers[:3], replace(made.layers[3], can_pack=False)))
+    found = fit(made, Machine((), 5 * GIB, 4), FitWishes(panel_bytes=9 * GIB))
+    assert layers_of(found) == {"memory": (0, 1, 2), "mapped": (3,)}

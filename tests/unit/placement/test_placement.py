@@ -207,8 +207,34 @@ def test_a_worker_without_the_memory_computes_from_the_mapped_checkpoint_unless_
     assert [placement.layout_of(name) for name in "abc"] == ["mapped", "packed", "mapped"]
     assert placement.bytes_by_holder() == {"a": 0, "b": 256 << 20, "c": 0}
     assert "worker a computes from the mapped checkpoint, for its packed experts need 256.0 MiB" in caplog.text
-    with pytest.raises(TopologyError, match="worker a needs 256"):
-        plan_placement([Layer(0, 192, 4 << 20)], topology(text.replace("255MiB", "255MiB, weights_layout: packed")))
+    assert placement.slots == frozenset()
+    for packs, refusal in (
+        ("packed", "worker a needs 256"),
+        ("stored", "memory: 255.0 MiB, and its experts of one layer need 256"),
+    ):
+        with pytest.raises(TopologyError, match=refusal):
+            plan_placement([Layer(0, 192, 4 << 20)], topology(text.replace("255MiB", f"255MiB, weights_layout: {packs}")))
+
+
+@pytest.mark.parametrize("layout", ["auto", "stored"])
+def test_memory_for_a_layer_but_not_for_all_is_room_for_slots(layout, caplog):
+    text = (
+        f"workers: [{{name: a, memory: 300MiB, weights_layout: {layout}}}, {{name: b, memory: 300MiB, weights_layout: mapped}}]"
+    )
+    placement = plan_placement([Layer(at, 128, 4 << 20) for at in range(3)], topology(text))
+    assert placement.largest_layer("a") == 256 << 20
+    assert (placement.mapped, placement.slots) == ({"a", "b"}, {"a"})
+    assert placement.bytes_by_holder()["a"] == 0
+    assert "worker a has memory: 300.0 MiB for experts that need 768.0 MiB" in caplog.text
+
+
+def test_stored_weights_count_as_packed_ones():
+    placements = [
+        plan_placement([Layer(0, 8)], topology(f"workers: [{{name: a, weights_layout: {layout}}}]"))
+        for layout in ("packed", "stored", "auto")
+    ]
+    assert placements[0] == placements[1] == placements[2]
+    assert placements[0].layout_of("a") == "packed"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +242,7 @@ def test_a_worker_without_the_memory_computes_from_the_mapped_checkpoint_unless_
     [
         ("{name: a, weights: int8, weights_layout: mapped}", "worker a keeps weights made at load; mapped needs weights: auto"),
         ("{name: a, backend: sim, simulate: cuda, weights_layout: mapped}", "only cpu computes from the mapped checkpoint"),
+        ("{name: a, backend: sim, simulate: cuda, weights_layout: stored}", "only cpu computes from stored panels"),
     ],
 )
 def test_a_layout_that_cannot_be_says_why(worker, message):
@@ -235,6 +262,7 @@ def test_weights_that_no_kernel_reads_are_mapped_and_said_so(caplog):
     ("worker", "weight_dtype", "message"),
     [
         ("weights_layout: packed", "tq1_0", "has weights_layout: packed, and layer 0 .* has weights in tq1_0, which no kernel"),
+        ("weights_layout: stored", "tq1_0", "has weights_layout: stored, and layer 0 .* has weights in tq1_0, which no kernel"),
         ("weights: int8", "bf16+nvfp4", "has weights: int8, which are packed, and layer 0 .* has weights in nvfp4"),
         (
             "backend: sim, simulate: cuda",

@@ -12,7 +12,14 @@ import pytest
 
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.protocol.failures import ERROR_CLASSES, to_error, to_refusal
-from dflash_moe.protocol.keys import read_key_file, write_key_file
+from dflash_moe.protocol.keys import (
+    FileKey,
+    read_any_key_file,
+    read_key_file,
+    worker_key,
+    write_key_file,
+    write_worker_key_file,
+)
 from dflash_moe.topology.addresses import Address, parse_address
 
 
@@ -33,6 +40,7 @@ def test_every_address_form_parses_and_prints_back(text: str | None, expected: A
     assert str(expected) == (text or "shared")
 
 
+OPENSSL_OWN_KEY = "f80808c74d66c6427226e8b1815a450352db9b7cde36698bef2cac916b7d0663"
 BAD = ["", "udp://x:1", "tcp://x", "tcp://:1", "tcp://x:70000", "tcp://::1:5", "unix://rel", "tcp://a b:1"]
 LOCAL = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "h": False}
 
@@ -113,3 +121,40 @@ def test_errors_keep_their_class_across_the_wire_and_foreign_ones_become_worker_
 def test_a_directory_as_key_file_is_refused_by_its_name(tmp_path):
     with pytest.raises(ConfigError, match=f"key file {tmp_path} cannot be read: it is a folder and not a regular file"):
         read_key_file(tmp_path)
+
+
+def test_a_workers_own_key_comes_from_the_groups_and_its_name_alone(tmp_path: Path) -> None:
+    group, own = tmp_path / "group", tmp_path / "w0"
+    write_key_file(group)
+    write_worker_key_file(own, worker="w0", group=group)
+    assert own.stat().st_mode & 0o777 == 0o600
+    found, shared = read_any_key_file(own), read_key_file(group)
+    assert found == FileKey(worker_key(shared, "w0"), "w0")
+    assert read_any_key_file(group) == FileKey(shared, "")
+    keys = {shared, *(worker_key(key, name) for key in (shared, bytes(range(32))) for name in ("w0", "w1", "w"))}
+    assert len(keys) == 7
+    # HKDF-SHA256 as `openssl kdf` computes it: head and workers of every version need it.
+    assert worker_key(bytes(range(32)), "w0").hex() == OPENSSL_OWN_KEY
+    with pytest.raises(ConfigError, match=f"key file {own} is worker w0's own, .*give the group's key file"):
+        read_key_file(own)
+    with pytest.raises(ConfigError, match=f"key file {own} is worker w0's own"):
+        write_worker_key_file(tmp_path / "w1", worker="w1", group=own)
+    with pytest.raises(ConfigError, match="exists"):
+        write_worker_key_file(own, worker="w0", group=group)
+
+
+@pytest.mark.parametrize("name", ["", "host", "a b", "../x", "x" * 64])
+def test_a_key_is_made_for_names_of_workers_only(tmp_path: Path, name: str) -> None:
+    write_key_file(tmp_path / "group")
+    with pytest.raises(ConfigError, match="--worker .* is no name of a worker; allowed: 1..63 letters"):
+        write_worker_key_file(tmp_path / "own", worker=name, group=tmp_path / "group")
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("rest", ["w0", "worker ", "worker host", "worker a b", "worker w0\nworker w1", "worker " + "x" * 64])
+def test_a_key_file_says_whose_it_is_or_nothing(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(f"{bytes(range(32)).hex()}\n{rest}\n")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="must hold 64 hexadecimal digits"):
+        read_any_key_file(path)

@@ -19,7 +19,7 @@ from dflash_moe import _core
 from dflash_moe.config import resolve_settings
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError, UnsupportedError
 from dflash_moe.protocol import auth, encryption
-from dflash_moe.protocol.encryption import LABELS, REGISTRATION, Encryption, identity_of, psk_of, require_library
+from dflash_moe.protocol.encryption import LABELS, REGISTERED_LABELS, Encryption, identity_of, psk_of, require_library
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.messages import Role
@@ -116,6 +116,20 @@ def test_both_ends_of_an_encrypted_connection_agree_and_speak(ends: Ends, role: 
     with pytest.raises(PeerGone, match="hung up"):
         host.connection.receive_payload(deadline=deadline, waiting_for="nothing")
     host.connection.close()
+
+
+def test_an_end_that_was_closed_has_lost_its_peer_for_whoever_still_asks(ends: Ends) -> None:
+    """Another thread closes a session that it has found lost."""
+    worker, host = WorkerEnd(ends[1]), HostEnd(ends[0])
+    host.connect()
+    worker.join()
+    deadline = time.monotonic() + PATIENCE_S
+    host.connection.close()
+    with pytest.raises(PeerGone, match="this end was closed while a control message was sent"):
+        host.connection.send_payload(b"x", deadline=deadline)
+    with pytest.raises(PeerGone, match="this end was closed while waiting for an answer"):
+        host.connection.receive_payload(deadline=deadline, waiting_for="an answer")
+    worker.connection.close()
 
 
 def test_news_under_encryption_are_messages_and_hang_ups_and_nothing_of_them_is_lost(ends: Ends) -> None:
@@ -339,10 +353,10 @@ def test_a_handshake_cannot_be_reflected() -> None:
 
 
 def test_every_role_and_worker_has_a_key_of_its_own_and_none_is_the_shared_one() -> None:
-    labels = [*LABELS.values(), REGISTRATION]
+    labels = [*LABELS.values(), *REGISTERED_LABELS.values()]
     keys = {psk_of(key, label, worker) for key in (KEY, OTHER) for label in labels for worker in ("w0", "w1", "w", "control")}
-    assert len(labels) == 4
-    assert len(keys) == 2 * 4 * 4
+    assert len(labels) == 6
+    assert len(keys) == 2 * 6 * 4
     assert all(len(key) == 32 for key in keys)
     assert not {KEY, OTHER} & keys
     assert identity_of("control", "w0") != identity_of("control w0", "")

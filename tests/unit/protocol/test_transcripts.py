@@ -14,10 +14,10 @@ import pytest
 
 from dflash_moe.protocol.messages import CODEC, MESSAGES, PROTOCOL_MINOR
 from dflash_moe.protocol.schema import Codec, Message
-from tests.golden.control_messages import MINOR_0, MINOR_1, MINOR_2, encoded, session
+from tests.golden.control_messages import MINOR_0, MINOR_1, MINOR_2, MINOR_3, encoded, session
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "control"
-VERSIONS = [(MINOR_0,), (MINOR_0, MINOR_1), (MINOR_0, MINOR_1, MINOR_2)]
+VERSIONS = [(MINOR_0,), (MINOR_0, MINOR_1), (MINOR_0, MINOR_1, MINOR_2), (MINOR_0, MINOR_1, MINOR_2, MINOR_3)]
 
 
 def recorded(minor: int) -> dict[str, str]:

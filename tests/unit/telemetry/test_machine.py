@@ -102,3 +102,18 @@ def test_without_a_descriptor_to_read_proc_memory_is_not_said_to_be_full(tmp_pat
     # What the system call says leaves the page cache out.
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < machine.memory_available(tmp_path / "no cgroup", tmp_path / "no proc") <= total
+
+
+def test_memory_nodes_are_those_with_memory(make, tmp_path):
+    make(
+        {
+            "node/node0/meminfo": "\nNode 0 MemTotal:       32768 kB\nNode 0 MemFree:            0 kB",
+            "node/node1/meminfo": "Node 1 MemTotal:          64 kB",
+            "node/node10/meminfo": "Node 10 MemTotal:          0 kB\nNode 10 MemFree:            0 kB",
+            "node/node11/cpulist": "0-3",
+            "node/has_memory": "0-1",
+        }
+    )
+    assert machine.num_memory_nodes(tmp_path / "node") == 2
+    assert machine.num_memory_nodes(tmp_path / "no folder") == 1
+    assert machine.num_memory_nodes() >= 1

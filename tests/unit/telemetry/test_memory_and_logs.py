@@ -17,7 +17,9 @@ from dflash_moe.telemetry.memory import ProcessMemory, huge_page_bytes, process_
 
 def test_anonymous_and_file_backed_memory_are_told_apart(tmp_path: Path) -> None:
     before = process_memory()
-    held = bytearray(os.urandom(1 << 20) * 32)
+    # Not from the allocator, which may still have so much that another test has given back.
+    held = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.write(os.urandom(1 << 20) * 32)
     path = tmp_path / "mapped"
     path.write_bytes(bytes(32 << 20))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -25,7 +27,7 @@ def test_anonymous_and_file_backed_memory_are_told_apart(tmp_path: Path) -> None
         after = process_memory()
     assert after.anonymous_bytes - before.anonymous_bytes > 24 << 20
     assert after.file_bytes - before.file_bytes > 24 << 20
-    del held
+    held.close()
 
 
 def test_a_process_that_is_gone_has_no_memory() -> None:

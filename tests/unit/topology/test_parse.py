@@ -272,7 +272,7 @@ WRONG_SPECS: list[tuple[dict[str, Any], str]] = [
         {"memory": "8GiB"},
         "worker a: memory '8GiB' is not allowed; allowed: None, or a whole number of bytes, 1..1125899906842624",
     ),
-    ({"weights_layout": "zz"}, "worker a: weights_layout 'zz' is not allowed; allowed: auto, packed, mapped"),
+    ({"weights_layout": "zz"}, "worker a: weights_layout 'zz' is not allowed; allowed: auto, packed, mapped, stored"),
     ({"weights": ["int8"]}, "worker a: weights ['int8'] is not allowed; allowed: auto, int8, int4"),
     ({"activations": "f64"}, f"worker a: activations 'f64' is not allowed; allowed: None, {', '.join(ACTIVATIONS)}"),
     ({"backend": "cpus"}, "worker a: backend 'cpus' is not allowed; allowed: cpu, cuda, hip, sim"),
@@ -282,11 +282,15 @@ WRONG_SPECS: list[tuple[dict[str, Any], str]] = [
         "worker a: cpus (1, 1) is not allowed; allowed: auto, none, or a tuple of different CPUs, such as (0, 1)",
     ),
     ({"experts": "0-3"}, "worker a: experts '0-3' is not allowed; allowed: None, or an object of class ExpertSelection"),
-    ({"address": 7171}, "address 7171 is not one of loopback, unix, tcp, tcp://HOST:PORT or unix:///PATH"),
+    ({"address": 7171}, "address 7171 is not one of loopback, unix, tcp, tcp://HOST:PORT, unix:///PATH or registered"),
     ({"device": 0}, "worker a has a device, but backend 'cpu'; devices belong to cuda and hip"),
     (
         {"backend": "cuda", "weights_layout": "mapped"},
         "worker a has backend cuda; only cpu computes from the mapped checkpoint",
+    ),
+    (
+        {"backend": "hip", "weights_layout": "stored"},
+        "worker a has backend hip; only cpu computes from stored panels; write weights_layout: auto",
     ),
 ]
 
@@ -426,6 +430,21 @@ def test_what_becomes_of_lost_workers_stands_one_level_deeper_and_is_written_bac
     off = Topology.parse(HEAD + "failure: {restart: off}\nworkers: [{name: w0}]\n")
     assert not resolve_settings(off.stated_settings, environ={}).restart
     assert Topology.parse(to_yaml(off)).failure == {"restart": False}
+
+
+def test_what_is_kept_on_disk_is_stated_and_written_back(tmp_path):
+    for text, stated in {
+        "{path: /var/kept, max_bytes: 200GiB, panels: on}": {
+            "cache.path": Path("/var/kept"), "cache.max_bytes": 200 << 30, "cache.panels": "on",
+        },
+        "{path: None, panels: off}": {"cache.path": "none", "cache.panels": "off"},
+        "{}": {},
+    }.items():  # fmt: skip
+        topology = Topology.parse(HEAD + f"cache: {text}\n" + ONE)
+        assert dict(topology.stated_settings) == stated
+        assert Topology.parse(to_yaml(topology)).cache == topology.cache
+    resolved = resolve_settings(topology.stated_settings, environ={"DFLASH_MOE_CACHE_PATH": str(tmp_path)})
+    assert resolved.cache.path == tmp_path
 
 
 def test_a_flag_or_variable_for_the_hosts_activations_wins_over_the_file():

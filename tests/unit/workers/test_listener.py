@@ -16,8 +16,9 @@ from dflash_moe.cli.worker import worker
 from dflash_moe.errors import ConfigError
 from dflash_moe.holders.dialing import dial
 from dflash_moe.protocol.keys import write_key_file
+from dflash_moe.protocol.tcp_sockets import open_tcp_listener
 from dflash_moe.topology.addresses import Address
-from dflash_moe.workers.listener import open_tcp_listener, open_unix_listener
+from dflash_moe.workers.listener import open_unix_listener
 
 BUFFER_BYTES = 64 << 10  # within every system's bounds, and no system's default
 
@@ -69,7 +70,7 @@ def test_a_worker_by_hand_listens_with_the_buffers_of_its_settings(tmp_path: Pat
     monkeypatch.setattr("dflash_moe.workers.listener.open_tcp_listener", note_and_stop)
     monkeypatch.setattr("dflash_moe.workers.process.set_up_worker_logging", lambda: None)
     with pytest.raises(ConfigError, match="seen enough"):
-        worker("far", tmp_path, topology, "tcp://127.0.0.1:0", key_file)
+        worker("far", tmp_path, topology, "tcp://127.0.0.1:0", [key_file])
     assert listened == [BUFFER_BYTES]
 
 

@@ -11,8 +11,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
 from dflash_moe.protocol.failures import ERROR_CLASSES
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import local_identity
+from dflash_moe.protocol.mailbox import Mailbox
 from dflash_moe.protocol.messages import (
     Attach,
     Attached,
@@ -41,7 +44,7 @@ from dflash_moe.protocol.messages import (
 )
 from dflash_moe.protocol.schema import Message
 from dflash_moe.workers import session as sessions
-from dflash_moe.workers.mailbox import Mailbox
+from dflash_moe.workers.resident import ResidentWeights
 from dflash_moe.workers.session import WorkerIdentity, WorkerSession, _DataPath
 from tests.expert_cases import make_checkpoint, tiny_spec
 
@@ -49,13 +52,19 @@ from tests.expert_cases import make_checkpoint, tiny_spec
 class Host:
     """The host's end of a session that runs in a thread."""
 
-    def __init__(self, directory: Path, *, memory_limit: int = 0, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, directory: Path, *, memory_limit: int = 0, patience_s: float = 0.0, threads: int | None = None,
+        isa: str = "", resident: ResidentWeights | None = None,
+    ) -> None:  # fmt: skip
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours)
         self.spec = tiny_spec(directory)
-        identity = WorkerIdentity("w0", Checkpoint.open(directory), self.spec.fingerprint, memory_limit=memory_limit)
-        mailbox = Mailbox(bytes(16), bytes(32))
-        self.session = WorkerSession(Connection(theirs), identity, mailbox, self._listen, patience_s=patience_s)
+        checkpoint = Checkpoint.open(directory)
+        identity = WorkerIdentity("w0", checkpoint, self.spec.fingerprint, threads, memory_limit=memory_limit, isa=isa)
+        self.session = WorkerSession(
+            Connection(theirs), identity, Mailbox(bytes(16), bytes(32)), self._listen, patience_s=patience_s,
+            resident=resident or ResidentWeights(),
+        )  # fmt: skip
         self.listened_with: list[int] = []
         self.reason = ""
         self.thread = threading.Thread(target=self._run)
@@ -126,6 +135,19 @@ def test_a_whole_session_ends_with_goodbye(host: Host) -> None:
     host.connection.send(Bye(), deadline=time.monotonic() + 5)
     host.thread.join(10)
     assert host.reason == "the host said goodbye"
+
+
+@pytest.mark.parametrize("layout", ["packed", "auto", "stored"])
+def test_weights_that_may_come_from_panels_are_checked_like_packed_ones(host: Host, layout: str) -> None:
+    assert isinstance(host.hello(weights_layout=layout), HelloReply)
+    loaded = host.ask(host.shard())
+    assert isinstance(loaded, ShardLoaded)
+    assert loaded.is_checked
+    assert loaded.resident_bytes >= 3 * host.spec.layers[0].expert_bytes
+
+
+def test_a_layout_that_no_version_has_is_refused(host: Host) -> None:
+    refused(host.hello(weights_layout="zz"), "zz")
 
 
 def test_a_hang_up_ends_the_session(host: Host) -> None:
@@ -223,6 +245,107 @@ def test_the_same_experts_asked_for_twice_are_loaded_once(tmp_path: Path) -> Non
         host.end()
 
 
+@contextmanager
+def several_hosts(tmp_path: Path, **terms: Any) -> Iterator[Callable[[], Host]]:
+    """Hosts of one worker that serves them at once."""
+    directory, resident = make_checkpoint(tmp_path / "tiny"), ResidentWeights(600.0)
+    made: list[Host] = []
+
+    def come() -> Host:
+        made.append(Host(directory, resident=resident, **{"threads": 1, **terms}))
+        return made[-1]
+
+    yield come
+    for host in made:
+        host.end()
+    resident.drop()
+
+
+def test_hosts_share_a_shard_and_one_that_comes_back_finds_it(tmp_path: Path) -> None:
+    with several_hosts(tmp_path) as come:
+        first, second = come(), come()
+        for host in (first, second):
+            host.hello()
+        loaded, shared = first.ask(first.shard()), second.ask(second.shard())
+        assert isinstance(loaded, ShardLoaded)
+        assert isinstance(shared, ShardLoaded)
+        assert (shared.resident_bytes, shared.content_checksum) == (loaded.resident_bytes, loaded.content_checksum)
+        first.end()
+        # What nobody uses is kept beside what others load.
+        more = second.ask(second.shard((2, 3, 4), shard=1))
+        assert isinstance(more, ShardLoaded)
+        second.end()
+        back = come()
+        reply = back.hello()
+        assert isinstance(reply, HelloReply)
+        assert reply.kept_bytes == more.resident_bytes
+        for message in (back.shard(), back.shard((2, 3, 4), shard=1)):
+            again = back.ask(message)
+            assert isinstance(again, ShardLoaded)
+            assert again.resident_bytes == more.resident_bytes
+
+
+def test_the_memory_of_a_worker_is_that_of_all_its_hosts_and_what_nobody_uses_goes_first(tmp_path: Path) -> None:
+    expert_bytes = tiny_spec(make_checkpoint(tmp_path / "tiny")).layers[0].expert_bytes
+    with several_hosts(tmp_path, memory_limit=4 * expert_bytes) as come:
+        first, second = come(), come()
+        for host in (first, second):
+            host.hello()
+        assert isinstance(first.ask(first.shard()), ShardLoaded)
+        others = second.shard((2, 3, 4))
+        refused(second.ask(others), "memory: its 3 experts need 216 KiB, and 216 KiB of the 288 KiB that this worker's")
+        assert isinstance(second.ask(second.shard()), ShardLoaded)
+        for host in (first, second):
+            host.end()
+        third = come()
+        third.hello()
+        assert isinstance(third.ask(others), ShardLoaded)
+
+
+def test_a_shard_without_room_in_the_machines_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with several_hosts(tmp_path) as come:
+        host = come()
+        host.hello()
+        monkeypatch.setattr(sessions, "memory_available", lambda: 1000)
+        answer = host.ask(host.shard())
+        refused(answer, "memory: its 3 experts need 216 KiB, and 0 KiB are free there now")
+        assert ERROR_CLASSES[answer.code] is ConfigError
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "text"),
+    [
+        ({}, {"isa": "reference"}, "isa: this host asks for reference, the worker has scalar"),
+        ({}, {"weights_layout": "mapped"}, "weights_layout: this host asks for mapped, the worker has packed"),
+        ({"isa": "scalar"}, {"isa": "reference"}, "isa: this host asks for reference, the worker has scalar"),
+        ({}, {"threads": 3}, "threads: this host asks for 3, the worker has 1"),
+    ],
+)
+def test_a_host_that_needs_the_worker_to_compute_otherwise_is_refused_and_the_others_do_not_notice(
+    tmp_path: Path, own: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    with several_hosts(tmp_path, **own) as come:
+        first, second = come(), come()
+        assert isinstance(first.hello(isa="" if own else "scalar"), HelloReply)
+        answer = second.hello(**changes)
+        refused(answer, f"worker w0: {text}")
+        assert ERROR_CLASSES[answer.code] is ConfigError
+        assert isinstance(first.ask(first.shard()), ShardLoaded)
+        reply = second.hello()
+        assert isinstance(reply, HelloReply)
+        assert reply.isa == "scalar"
+
+
+def test_counters_are_a_sessions_own_beside_the_totals(tmp_path: Path) -> None:
+    with several_hosts(tmp_path) as come:
+        first, second = come(), come()
+        for host in (first, second):
+            host.hello()
+        stats = second.ask(StatsRequest())
+        assert isinstance(stats, Stats)
+        assert {"sessions": 2, "calls": 0, "total_calls": 0, "total_rows": 0}.items() <= stats.counters.items()
+
+
 def test_a_checksum_is_told_of_a_held_shard_only(tmp_path: Path) -> None:
     host = Host(make_checkpoint(tmp_path / "tiny"))
     try:
@@ -315,6 +438,29 @@ def test_a_bad_attach_is_refused_and_leaves_no_descriptor(host: Host, changes: d
         answer = host.ask(attach(), (theirs.fileno(),))
         assert isinstance(answer, Attached)
     refused(host.ask(host.shard(shard=1)), "arrived after Attach")
+
+
+def test_a_path_without_room_in_the_machines_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with several_hosts(tmp_path) as come:
+        host = come()
+        host.hello()
+        monkeypatch.setattr(sessions, "memory_available", lambda: 16383)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            answer = host.ask(attach(), (theirs.fileno(),))
+            refused(answer, "worker w0: memory: 2 slots of 4 and 4 KiB need 16 KiB, and 15 KiB are free there now")
+            assert ERROR_CLASSES[answer.code] is ConfigError
+            monkeypatch.setattr(sessions, "memory_available", lambda: 16384)
+            assert isinstance(host.ask(attach(), (theirs.fileno(),)), Attached)
+
+
+def test_a_session_has_so_many_shards_and_no_more(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SHARDS", 1)
+    host.hello()
+    assert isinstance(host.ask(host.shard()), ShardLoaded)
+    answer = host.ask(host.shard(shard=1))
+    refused(answer, "shard 1: this host has 1 shards here, and may have no more")
+    assert ERROR_CLASSES[answer.code] is ConfigError
 
 
 def hung_up(sock: socket.socket) -> bool:

@@ -88,6 +88,14 @@ def test_block_sizes_are_those_of_the_gguf_package():
 
 
 HOSTILE = 1 << 63
+
+
+def texts(first: bytes, length: int | None = None, *, count: int = 3) -> bytes:
+    """Returns metadata k: a list of `count` texts, of which there is one, and a length."""
+    second = b"" if length is None else struct.pack("<Q", length)
+    return text("k") + struct.pack("<IIQQ", 9, 8, count, len(first)) + first + second
+
+
 DAMAGED = {
     "empty": (b"", "the file is empty"),
     "short": (b"GGUF", "begin with GGUF"),
@@ -101,6 +109,9 @@ DAMAGED = {
     "key_type": (build([], [text("k") + struct.pack("<IQ", 77, 1)]), "metadata 'k' has type 77"),
     "array_count": (build([], [text("k") + struct.pack("<IIQ", 9, 4, HOSTILE)]), "length of metadata 'k' is"),
     "array_depth": (build([], [text("k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9]), "nested too deeply"),
+    "texts_first": (build([], [texts(b"ab", HOSTILE)]), "a text of metadata 'k' needs 9223372036854775808 bytes at byte 67"),
+    "texts_last": (build([], [texts(b"ab", 1 << 40, count=2)]), "a text of metadata 'k' needs 1099511627776 bytes at byte 67"),
+    "texts_end": (build([], [texts(b"a" * 39, count=2)]), "the length of a text of metadata 'k' needs 8 bytes at byte 96"),
     "text_end": (build([], [text("k") + struct.pack("<IQ", 8, 1 << 40)]), "needs 1099511627776 bytes"),
     "not_text": (build([], [struct.pack("<Q", 1) + b"\xff" + struct.pack("<IB", 0, 1)]), "not UTF-8"),
     "tensor_twice": (build([entry("a", (8,), F32, 0)] * 2, data=64), "tensor 'a' appears twice"),
