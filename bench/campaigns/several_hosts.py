@@ -165,7 +165,7 @@ def _call(runtime: ExpertRuntime, rows: int, seconds: float, threads: int) -> li
     def call_on(seed: int) -> None:
         batches = _batches(rows, seed)
         layer, expected = 0, dict[int, np.ndarray[Any, Any]]()
-        while time.monotonic() < until:
+        while not layer or time.monotonic() < until:  # once at least, however late this thread comes to run
             began = time.monotonic()
             found = runtime.experts(layer % NUM_LAYERS, *batches[layer % len(batches)])
             samples.append(time.monotonic() - began)

@@ -117,8 +117,11 @@ def _first(spec: ModelSpec, cache: Path, rounds: int) -> list[dict[str, Any]]:
         with _started(spec, cache, "stored") as (runtime, seconds):
             starts["stored"].append(seconds)
             began = time.perf_counter()
-            while not _is_written(runtime):
+            is_written = False
+            # A few calls at least: tiny panels may be written before this looks for the first time.
+            while not is_written:
                 calls["stored"] += _calls(runtime, spec, 4)
+                is_written = _is_written(runtime)
                 if time.perf_counter() - began > PATIENCE_S:
                     raise SystemExit("a worker does not write its panels")
             writing_s.append(time.perf_counter() - began)
