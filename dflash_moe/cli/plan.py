@@ -32,8 +32,8 @@ def plan(
     """Show how a model is fitted to this machine where no topology is given: attention on the
     fastest device, whole layers of experts on cards, the others in memory.
 
-    The plan says what lies where, how much is left there, how fast that may be and what can be
-    changed. Nothing is loaded; that workers can compute the model's experts is known from then on,
+    The plan says what lies where, how much is left there, how fast that may be, what is kept packed
+    on disk for the next start and what can be changed. Nothing is loaded; that workers can compute the model's experts is known from then on,
     and that its own code can be run, when it is loaded.
     """
     directory = options.model_directory(model)
@@ -43,8 +43,8 @@ def plan(
         from dflash_moe.model.checkpoint import Checkpoint
 
         fitted = fit_checkpoint(Checkpoint.open(directory), directory, overrides)
-        lines = [*fitted.lines()[:-1], fitted.speed(), fitted.lines()[-1]]
-    typer.echo("\n".join(lines))
+        lines = [*fitted.lines()[:-1], fitted.speed(), fitted.kept(), fitted.lines()[-1]]
+    typer.echo("\n".join(filter(None, lines)))
     if verbose or any(worker.address != "loopback" for worker in fitted.found.topology.workers):
         _show_remedies(fitted, overrides)
     if write is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe import _core
-from dflash_moe.config import Settings, resolve_settings
+from dflash_moe.config import CacheSettings, Settings, resolve_settings
 from dflash_moe.errors import DflashError, UnsupportedError
 from dflash_moe.experts.tensors import ITEM_BYTES
 from dflash_moe.model.checkpoint import Checkpoint
@@ -22,9 +22,10 @@ from dflash_moe.model.formats.weight_formats import mapped_only, not_on_cards, s
 from dflash_moe.model.sizing import ModelSizes, model_sizes
 from dflash_moe.model.spec import LayerSpec
 from dflash_moe.placement.fit import Card, Fit, FitLayer, FitModel, FitWishes, HostNeeds, Machine, fit
-from dflash_moe.placement.fit_text import describe, speed_line
+from dflash_moe.placement.fit_text import cache_line, describe, speed_line
 from dflash_moe.protocol.devices import DeviceChoice, open_device
-from dflash_moe.store.machine_panels import panel_room
+from dflash_moe.store.folder import default_path
+from dflash_moe.store.machine_panels import panel_room, uses_panels
 from dflash_moe.telemetry.machine import memory_available, physical_cores
 from dflash_moe.telemetry.memory_speed import memory_bytes_per_s
 from dflash_moe.topology.numerics import CLASSES
@@ -39,13 +40,16 @@ _MATRIX_WORD = "bf16"
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A model fitted to this machine. `command` writes it as a topology."""
+    """A model fitted to this machine. `command` writes it as a topology. `cache` says where packed
+    experts are kept.
+    """
 
     layers: tuple[LayerSpec, ...]
     model: FitModel
     machine: Machine
     found: Fit
     command: str
+    cache: CacheSettings
 
     def lines(self) -> list[str]:
         """Returns the plan in at most eight lines."""
@@ -56,6 +60,14 @@ class Fitted:
         fifth of a second.
         """
         return speed_line(self.model, self.found, memory_bytes_per_s(self.machine.cores))
+
+
+    def kept(self) -> str:
+        """Returns a line on the packed experts that this machine will keep on disk, empty where
+        none lie in memory as a whole.
+        """
+        room = panel_room(self.cache) if uses_panels("auto", self.cache) else 0
+        return cache_line(self.model, self.found, self.cache.path or default_path(), room)
 
 
 def fit_here(path: str | Path, overrides: Mapping[str, Any] | None = None, *, front_bytes: int = 0) -> Fit:
@@ -83,7 +95,7 @@ def fit_checkpoint(
     model = fit_model(sizes, settings)
     machine = Machine(find_cards(sizes.layers), memory_available(), physical_cores(), front_bytes)
     found = fit(model, machine, _wishes(settings))
-    return Fitted(sizes.layers, model, machine, found, _command(path, settings))
+    return Fitted(sizes.layers, model, machine, found, _command(path, settings), settings.cache)
 
 
 def fit_model(sizes: ModelSizes, settings: Settings) -> FitModel:

@@ -155,7 +155,7 @@ class LocalWorker:
     def counters(self) -> dict[str, int]:
         """Returns the worker's own counters."""
         scrubbed = self._scrub.stats() if self._scrub is not None else {}
-        return dict(self._worker.stats()) | self._store.panel_counters() | scrubbed
+        return dict(self._worker.stats()) | self._store.panel_counters() | self._store.slot_counters() | scrubbed
 
     def _tell_change(self, layer: int, shard: int, _local_expert_id: int, failure: str) -> None:
         self._on_change(layer, shard, failure)

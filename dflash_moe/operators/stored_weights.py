@@ -6,7 +6,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,18 +31,23 @@ def place_stored(
     there. `model` was loaded without these parameters and computes in `dtype`. `numerics_of` is
     asked for the class of each format.
 
+    Of the linear layers that differ in nothing but their values one is compared by what it computes
+    of rows, since kernels know no more of a matrix than its sizes, format and class; each other one
+    by what some of its outputs weigh, which finds panels that were packed to the wrong place.
+
     Raises CheckpointError naming the tensor where values are damaged, or where a packed layer does
     not compute what the checkpoint's own values say.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     output_name = _name_of(model, output)
     is_tied = output is not None and output.weight is None and f"{output_name}.weight" not in stored
-    findings = []
-    for parameter, matrix in stored.items():
-        name = parameter.rpartition(".")[0]
+    names = [parameter.rpartition(".")[0] for parameter in stored]
+    biases = [model.get_submodule(name)._parameters.get("bias") for name in names]
+    findings, excess_of = [], dict[tuple[Any, ...], float]()
+    for name, matrix, bias, packed in zip(
+        names, stored.values(), biases, _packed(pool, numerics_of, list(stored.values()), biases), strict=True
+    ):
         module = model.get_submodule(name)
-        bias = module._parameters.get("bias")
-        packed = _core.PackedLinear(pool, [(matrix.source, bias_source(bias), 0)], numerics=numerics_of(matrix.format_name))
         places = {name: module}
         if is_tied and module is model.get_input_embeddings():
             places[output_name] = output
@@ -49,10 +55,13 @@ def place_stored(
             ours: HostEmbedding | HostLinear
             if isinstance(place, nn.Embedding):
                 ours = HostEmbedding(packed, dtype)
-                found = 0.0 if _has_rows(ours, matrix, dtype) else float("inf")
+                found = 0.0 if _has_rows(ours, matrix) else float("inf")
             else:
                 ours = HostLinear(packed, torch.float32 if place is output else None, bias, dtype)
-                found = stored_excess(ours, matrix.rows, bias, packed.numerics[0], dtype)
+                kind = (packed.inputs, packed.outputs, matrix.format_name, packed.numerics[0], bias is None)
+                if kind not in excess_of:
+                    excess_of[kind] = stored_excess(ours, matrix.rows, bias, packed.numerics[0], dtype)
+                found = excess_of[kind] if _has_rows(HostEmbedding(packed, torch.float32), matrix) else float("inf")
             if not found <= 1.0:
                 raise CheckpointError(f"tensor {matrix.name!r}: packed, it is {found:.3g} times as far off as it may be")
             operator = "embedding" if isinstance(place, nn.Embedding) else "linear"
@@ -64,9 +73,27 @@ def place_stored(
     return findings
 
 
-def _has_rows(ours: HostEmbedding, matrix: StoredMatrix, dtype: torch.dtype) -> bool:
+def _packed(
+    pool: _core.HostPool, numerics_of: Callable[[str], str], matrices: Sequence[StoredMatrix],
+    biases: Sequence[torch.Tensor | None],
+) -> Iterator[_core.PackedLinear]:  # fmt: skip
+    """Packs matrices on as many threads as compute later, and yields them in their order while the
+    next are packed.
+    """
+
+    def pack(matrix: StoredMatrix, bias: torch.Tensor | None) -> _core.PackedLinear:
+        return _core.PackedLinear(pool, [(matrix.source, bias_source(bias), 0)], numerics=numerics_of(matrix.format_name))
+
+    threads = ThreadPoolExecutor(max_workers=pool.threads, thread_name_prefix="dflash-pack")
+    try:
+        yield from threads.map(pack, matrices, biases)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _has_rows(ours: HostEmbedding, matrix: StoredMatrix) -> bool:
     ids = list(range(0, matrix.outputs, max(1, matrix.outputs // 64)))
-    return bool(torch.equal(ours(torch.tensor(ids)), torch.from_numpy(matrix.rows(ids)).to(dtype)))
+    return bool(torch.equal(ours(torch.tensor(ids)), torch.from_numpy(matrix.rows(ids)).to(ours.dtype)))
 
 
 def _name_of(model: Any, module: Any) -> str:

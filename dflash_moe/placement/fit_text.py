@@ -1,6 +1,6 @@
 """Says in at most eight lines what a fit has decided: what lies where and how much is left there,
-what can be changed, and with which command it is written down as a topology. Another line says how
-fast it may be.
+what can be changed, and with which command it is written down as a topology. Other lines say how
+fast it may be, and what the machine's cache of packed experts will hold.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -8,6 +8,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from dflash_moe.config import format_bytes
 from dflash_moe.config.values import runs_of
@@ -58,6 +59,25 @@ def speed_line(model: FitModel, found: Fit, bytes_per_s: float) -> str:
     tokens = bytes_per_s / reads["memory"]
     about = f"about {tokens:.0f}" if tokens >= 10 else f"about {tokens:.1f}"
     return f"{text}; {rate}: {about} tokens/s at most" + (", less what the rest takes" if len(reads) > 1 else "")
+
+
+def cache_line(model: FitModel, found: Fit, folder: Path, room_bytes: int) -> str:
+    """Returns how much of `folder`, and of the page cache, the experts in memory will have once they
+    are written there; an empty text where none are. The folder has room for `room_bytes` of panels,
+    those that are there included.
+    """
+    memory = _place(found, "memory")
+    if memory is None or memory.layout == SLOTS:
+        return ""
+    if not room_bytes:
+        return "  cache: no packed experts are kept on disk, so that each start packs them"
+    wanted, room = format_bytes(memory.num_bytes), f"{folder} has room for {format_bytes(room_bytes)}"
+    if memory.num_bytes > room_bytes:
+        return (
+            f"  cache: {wanted} of packed experts are more than fit, {room}: the rest is packed at each start; raise "
+            "`cache.max_bytes`, or name another folder by `cache.path`"
+        )
+    return f"  cache: {wanted} of packed experts, {room}; starts that find them there map them, into memory of the page cache"
 
 
 def _advice(model: FitModel, machine: Machine, found: Fit) -> str:

@@ -67,7 +67,7 @@ def panel_room(cache: CacheSettings) -> int:
     spared = 0 if cache.panels == "on" else FREE_SHARE * found.f_blocks * found.f_frsize
     free = found.f_bavail * found.f_frsize
     budget = cache.max_bytes if cache.max_bytes is not None else (free + held) // 2
-    return max(0, min(int(free - spared) + held, budget))
+    return min(max(0, int(free - spared)) + held, budget)
 
 
 def known_layouts() -> set[tuple[int, int]]:

@@ -119,6 +119,7 @@ def test_plan_writes_a_topology_that_runs(spec, tmp_path, capsys):
             r"  memory, .* free, .*: attention and all but experts \(.*\); keys and values of 64 tokens \(.*\); .* left",
             r"  to change: --max-context \(now 64 tokens, .* each\)",
             r"  speed: of the weights a token reads .* from memory(; memory gives .*/s just now: about .* tokens/s at most)?",
+            r"  cache: .*",
             r"  as a topology to edit: dflash-moe plan --model .* --max-context 64 --write FILE",
             r"wrote .*fit\.yaml; use it with --topology .*",
         ),

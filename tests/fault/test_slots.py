@@ -14,6 +14,7 @@ import pytest
 
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.spec import ModelSpec
+from dflash_moe.store import panel_file
 from dflash_moe.store.folder import PANELS
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_checkpoint, tiny_spec
@@ -32,7 +33,8 @@ def spec(tmp_path: Path) -> ModelSpec:
 def start(spec: ModelSpec, cache: Path, *, address: str = "", layout: str = "auto", **overrides: Any) -> ExpertRuntime:
     where = f", address: {address}" if address else ""
     text = f"version: 1\nworkers: [{{name: w0, threads: 1, memory: {MEMORY}, weights_layout: {layout}{where}}}]\n"
-    settings: dict[str, Any] = {"cache_path": cache, "audit_cpu": "off", **FAR, **overrides}
+    # Panels are written however full this disk is.
+    settings: dict[str, Any] = {"cache_path": cache, "cache_panels": "on", "audit_cpu": "off", **FAR, **overrides}
     return ExpertRuntime.start(Topology.parse(text), model=spec, **settings)
 
 
@@ -43,9 +45,9 @@ def test_slots_give_the_bits_of_packed_memory_at_the_first_start_and_later(spec,
         with start(spec, tmp_path / "cache", address=address, layout=layout) as runtime:
             for _again in range(3):
                 assert are_equal(outputs(runtime), expected)
-            if not address:
-                counters = runtime.worker_stats()["w0"]
-                assert counters["slot_misses"] > 0
+            counters = runtime.worker_stats()["w0"]
+            assert counters["slot_misses"] > 0
+            if address != "loopback":  # whose memory is the host's
                 assert 0 < counters["resident_weight_bytes"] <= 1200 << 10
     assert list((tmp_path / "cache" / PANELS).iterdir())
 
@@ -69,3 +71,20 @@ def test_where_no_panels_can_be_kept_experts_are_mapped_from_the_checkpoint(spec
         with caplog.at_level(logging.WARNING), start(spec, tmp_path / "cache", **overrides) as runtime:
             assert are_equal(outputs(runtime), expected)
             assert runtime.worker_stats()["w0"].get("slot_misses", 0) == 0
+
+
+def test_a_layer_of_which_only_some_files_fit_is_mapped_and_the_others_keep_their_slots(spec, tmp_path, caplog, monkeypatch):
+    expected = packed_outputs(spec, tmp_path / "none")
+    # Several files to a layer, and a budget that ends within one.
+    monkeypatch.setattr(panel_file, "PANEL_FILE_BYTES", 160 << 10)
+    some = {"address": "loopback", "cache_max_bytes": 1800 << 10}
+    for _again in range(2):
+        with caplog.at_level(logging.WARNING), start(spec, tmp_path / "cache", **some) as runtime:
+            for _call in range(3):
+                assert are_equal(outputs(runtime), expected)
+            assert runtime.worker_stats()["w0"]["slot_misses"] > 0
+        said = [line.message for line in caplog.records if "computed from the mapped checkpoint" in line.message]
+        assert 0 < len(said) < 4
+        caplog.clear()
+    with start(spec, tmp_path / "cache", address="loopback") as runtime:  # with room for all
+        assert are_equal(outputs(runtime), expected)

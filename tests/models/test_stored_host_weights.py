@@ -18,10 +18,13 @@ torch = pytest.importorskip("torch")
 
 from bench.models.gguf_files import write_gguf  # noqa: E402
 from bench.models.quantised_files import write_fp8  # noqa: E402
+from dflash_moe.errors import CheckpointError  # noqa: E402
 from dflash_moe.experts.expert_runtime import ExpertRuntime  # noqa: E402
+from dflash_moe.forward import host_model  # noqa: E402
 from dflash_moe.forward.forward import StepRows  # noqa: E402
 from dflash_moe.forward.host_model import open_host  # noqa: E402
 from dflash_moe.integrations.transformers import load_model  # noqa: E402
+from dflash_moe.model.dense_tensors import stored_matrices  # noqa: E402
 from dflash_moe.model.make import MakeOptions, make_checkpoint  # noqa: E402
 from dflash_moe.topology import Topology  # noqa: E402
 
@@ -82,6 +85,23 @@ def test_a_model_that_is_not_taken_over_is_loaded_whole(source, tmp_path):
         assert host.model.lm_head.weight is not None
         run = host.sequence(8)
         assert torch.isfinite(run.forward([1, 2, 3])).all()
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_matrix_that_was_packed_from_another_ones_bytes_ends_the_start(source, tmp_path, monkeypatch, name, layer):
+    """Each of two that are alike but for their values: one is proven by rows, the other by values."""
+    path = write_gguf(source, tmp_path / "model.gguf", host="q4_k")
+
+    def exchanged(model, checkpoint):
+        found = stored_matrices(model, checkpoint)
+        wrong, other = (f"model.layers.{at}.{name}.weight" for at in (layer, 1 - layer))
+        return found | {wrong: replace(found[wrong], source=found[other].source)}
+
+    monkeypatch.setattr(host_model, "stored_matrices", exchanged)
+    with ExpertRuntime.start(Topology.local(1, address="loopback"), model=path, dtype="f32") as runtime:
+        with pytest.raises(CheckpointError, match=rf"^tensor 'blk\.{layer}\..*': packed, it is .* times as far off"):
+            open_host(path, runtime, dtype=torch.float32)
 
 
 def test_a_tied_output_shares_the_packed_embedding(source, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -29,7 +30,7 @@ from dflash_moe.placement.fit import (
     Machine,
     fit,
 )
-from dflash_moe.placement.fit_text import describe, ranges, speed_line
+from dflash_moe.placement.fit_text import cache_line, describe, ranges, speed_line
 from dflash_moe.topology import Topology
 from dflash_moe.topology.write import to_yaml
 
@@ -285,6 +286,25 @@ def test_the_guess_at_the_speed_names_what_a_token_reads_from_where():
         "about 32 tokens/s at most, less what the rest takes"
     )
     assert "memory" not in speed_line(made, fit(made, Machine((card(0, 64 * GIB, sizes),), 64 * GIB, 1)), 20 * GIB)
+
+
+def test_what_the_cache_will_hold_is_said_where_experts_lie_in_memory_as_a_whole():
+    made, folder = model([GIB] * 8), Path("/kept")
+    found = fit(made, Machine((), 64 * GIB, 1))
+    assert cache_line(made, found, folder, 9 * GIB) == (
+        "  cache: 8.0 GiB of packed experts, /kept has room for 9.0 GiB; starts that find them there map them, into memory of "
+        "the page cache"
+    )
+    assert cache_line(made, found, folder, 3 * GIB) == (
+        "  cache: 8.0 GiB of packed experts are more than fit, /kept has room for 3.0 GiB: the rest is packed at each start; "
+        "raise `cache.max_bytes`, or name another folder by `cache.path`"
+    )
+    assert cache_line(made, found, folder, 0) == "  cache: no packed experts are kept on disk, so that each start packs them"
+    # Slots have a line of their own, and cards no panels.
+    wishes = FitWishes(None, None, None, 64 * GIB)
+    assert cache_line(made, fit(made, Machine((), 5 * GIB, 1), wishes), folder, 64 * GIB) == ""
+    on_card = fit(made, Machine((card(0, 64 * GIB, [GIB] * 8),), 64 * GIB, 1))
+    assert cache_line(made, on_card, folder, 64 * GIB) == ""
 
 
 def test_too_little_memory_names_the_context_the_quantisation_and_the_memory_that_would_do():
