@@ -32,9 +32,10 @@ def plan(
     """Show how a model is fitted to this machine where no topology is given: attention on the
     fastest device, whole layers of experts on cards, the others in memory.
 
-    The plan says what lies where, how much is left there, how fast that may be, what is kept packed
-    on disk for the next start and what can be changed. Nothing is loaded; that workers can compute the model's experts is known from then on,
-    and that its own code can be run, when it is loaded.
+    The plan says what lies where, how much is left there, how fast that may be, what is kept
+    packed on disk for the next start and what can be changed. Nothing is loaded; that workers can
+    compute the model's experts is known from then on, and that its own code can be run, when it
+    is loaded.
     """
     directory = options.model_directory(model)
     options.prepare_outputs(write)

@@ -61,7 +61,6 @@ class Fitted:
         """
         return speed_line(self.model, self.found, memory_bytes_per_s(self.machine.cores))
 
-
     def kept(self) -> str:
         """Returns a line on the packed experts that this machine will keep on disk, empty where
         none lie in memory as a whole.

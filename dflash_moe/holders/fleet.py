@@ -208,14 +208,15 @@ class Fleet:
         """Returns a member, or a worker that is just being added."""
         return self.members.get(name) or self.arriving.get(name)
 
-    def new_local(self, member: Holder) -> LocalWorker:
-        """Makes the worker inside this process for a member that is one. Errors are those of
-        LocalWorker.
+    def new_local(self, member: Holder, *, lost: str = "") -> LocalWorker:
+        """Makes the worker inside this process for a member that is one; `lost` is the worker in
+        whose place it computes. Errors are those of LocalWorker.
         """
+        pool = self._pool_in_place_of(lost) if self._is_pooled(member) else None
         return LocalWorker(
             member.name,
             isa=self._isa,
-            threads=self._num_threads(member),
+            threads=self._num_threads(member) if pool is None else pool.threads,
             spin_ns=self._threads.spin_ns,
             slowdown=member.slowdown,
             numerics=member.numerics,
@@ -223,7 +224,7 @@ class Fleet:
             device=member.device,
             weights_layout=member.layout,
             slots_bytes=member.slots_bytes,
-            pool=self.host_pool if self._is_pooled(member) else None,
+            pool=pool,
             scrub_s=self._settings.scrub_s,
             on_change=partial(self._on_damage, member),
             cache=self._settings.cache,
@@ -331,6 +332,15 @@ class Fleet:
         pooled = [name for name, member in self.members.items() if self._is_pooled(member)]
         cpus = next((self._threads.cpus[name] for name in pooled if name in self._threads.cpus), ())
         return _core.HostPool(threads=self._threads.host, cpus=cpus, spin_ns=self._threads.spin_ns, isa=self._isa)
+
+    def _pool_in_place_of(self, lost: str) -> _core.HostPool:
+        """Returns the host's pool, or where the lost worker had more threads of this machine, whose
+        cores are idle now, one with as many.
+        """
+        threads, cpus = self._threads.workers.get(lost, 0), self._threads.cpus.get(lost, ())
+        if threads <= self._threads.host:
+            return self.host_pool
+        return _core.HostPool(threads=threads, cpus=cpus, spin_ns=self._threads.spin_ns, isa=self._isa)
 
     @property
     def _isa(self) -> str:

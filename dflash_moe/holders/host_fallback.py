@@ -303,7 +303,7 @@ class HostFallback:
     def _make_of(self, one: _StandIn, layout: str) -> Holder:
         name = stand_in_name(one.worker)
         member = self._fleet.new_holder(name, Address("loopback"), "loopback", DEFAULT_NUMERICS, layout)
-        local = member.local = self._fleet.new_local(member)
+        local = member.local = self._fleet.new_local(member, lost=one.worker)
 
         def take(*path: Any) -> None:
             self._fleet.admit(member)

@@ -62,9 +62,9 @@ def speed_line(model: FitModel, found: Fit, bytes_per_s: float) -> str:
 
 
 def cache_line(model: FitModel, found: Fit, folder: Path, room_bytes: int) -> str:
-    """Returns how much of `folder`, and of the page cache, the experts in memory will have once they
-    are written there; an empty text where none are. The folder has room for `room_bytes` of panels,
-    those that are there included.
+    """Returns how much of `folder`, and of the page cache, the experts in memory will have once
+    they are written there; an empty text where none are. The folder has room for `room_bytes` of
+    panels, those that are there included.
     """
     memory = _place(found, "memory")
     if memory is None or memory.layout == SLOTS:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_moe import _core
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
 from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model.checkpoint import Checkpoint
@@ -90,6 +91,27 @@ def check_all_right(found: list[Any], expected: Any) -> None:
     assert found
     assert not [one for one in found if isinstance(one, Exception)]
     assert all(np.array_equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_stand_in_has_as_many_threads_as_the_worker_whose_cores_are_idle(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    made, make = [], _core.HostPool
+
+    def noted(**given: Any) -> _core.HostPool:
+        made.append(given["threads"])
+        return make(**given)
+
+    monkeypatch.setattr(_core, "HostPool", noted)
+    text = f"version: 1\nhost: {{threads: 2}}\nworkers: [{{name: w0, threads: {threads}}}, {{name: w1, threads: 1}}]\n"
+    settings = {"host_fallback": "mapped", "restart": False, **FAR}
+    with ExpertRuntime.start(Topology.parse(text), model=spec, **settings) as runtime:
+        expected = expected_of(runtime)
+        kill_for_good(runtime, *BOTH)
+        assert np.array_equal(call(runtime), expected)
+        assert computed_here(runtime) > 0
+    assert sorted(made) == [2, 3] if threads == 3 else made == [2]
 
 
 @pytest.mark.parametrize("address", [None, "unix", "tcp"])

@@ -90,7 +90,7 @@ def test_a_model_that_is_not_taken_over_is_loaded_whole(source, tmp_path):
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_matrix_that_was_packed_from_another_ones_bytes_ends_the_start(source, tmp_path, monkeypatch, name, layer):
-    """Each of two that are alike but for their values: one is proven by rows, the other by values."""
+    """Of two that differ in nothing but values one is proven by rows, the other by values."""
     path = write_gguf(source, tmp_path / "model.gguf", host="q4_k")
 
     def exchanged(model, checkpoint):
@@ -99,9 +99,12 @@ def test_a_matrix_that_was_packed_from_another_ones_bytes_ends_the_start(source,
         return found | {wrong: replace(found[wrong], source=found[other].source)}
 
     monkeypatch.setattr(host_model, "stored_matrices", exchanged)
-    with ExpertRuntime.start(Topology.local(1, address="loopback"), model=path, dtype="f32") as runtime:
-        with pytest.raises(CheckpointError, match=rf"^tensor 'blk\.{layer}\..*': packed, it is .* times as far off"):
-            open_host(path, runtime, dtype=torch.float32)
+    message = rf"^tensor 'blk\.{layer}\..*': packed, it is .* times as far off"
+    with (
+        ExpertRuntime.start(Topology.local(1, address="loopback"), model=path, dtype="f32") as runtime,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        open_host(path, runtime, dtype=torch.float32)
 
 
 def test_a_tied_output_shares_the_packed_embedding(source, tmp_path):
