@@ -8,7 +8,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -112,6 +111,8 @@ def installed_versions(*packages: str) -> dict[str, str] | None:
     not installed, or transformers is a version under development, whose code changes without
     another version.
     """
+    import importlib.metadata  # which workers, who import this file, would pay for and not use
+
     try:
         versions = {name: importlib.metadata.version(name) for name in packages}
     except importlib.metadata.PackageNotFoundError:

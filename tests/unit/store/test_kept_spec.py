@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 import logging
 import os
@@ -167,8 +168,8 @@ def test_other_code_derives_again(name, source, cache, derived, monkeypatch):
 
 
 def test_a_transformers_under_development_keeps_nothing(monkeypatch):
-    version = spec_file.importlib.metadata.version
-    monkeypatch.setattr(spec_file.importlib.metadata, "version", lambda name: version(name) + ".dev0")
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version(name) + ".dev0")
     assert spec_file.deriving_code() is None
 
 
