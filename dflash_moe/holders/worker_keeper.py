@@ -414,6 +414,9 @@ class WorkerKeeper:
 
     def _end(self, former: threading.Thread | None, kept: Holder) -> Happening:
         self._cut_short(kept, former, time.monotonic() + STOP_S)
+        # When the loss was seen another thread may have had the connection, and the last word.
+        if kept.address.is_registered and kept.session is not None and kept.session.has_left():
+            kept.has_left = True
         if kept.life.state is State.DRAINING and kept.parting is not None:
             kept.parting.end(kept)
             self._fleet.dismiss(kept)

@@ -22,7 +22,7 @@ from dflash_moe.holders.holder import Holder, Parting
 from dflash_moe.holders.membership import Happening, Life, RestartPolicy, State
 from dflash_moe.holders.owner import Owner
 from dflash_moe.holders.worker_keeper import WorkerKeeper
-from dflash_moe.topology.addresses import parse_address
+from dflash_moe.topology.addresses import Address, parse_address
 
 SOON_S = 60.0
 QUICK = RestartPolicy(backoff_s=(0.001, 0.002), deaths=3)
@@ -296,6 +296,23 @@ def test_what_a_worker_said_last_is_the_reason_of_its_loss(keep: Keep) -> None:
     pretended.has_left = True
     lose_and_wait(keeper, pretended)
     assert pretended.done[0] == "lose: it was told to stop"
+
+
+def test_a_last_word_that_another_thread_had_at_the_loss_is_asked_for_again(keep: Keep) -> None:
+    pretended = Pretended()
+    pretended.member.address = Address("registered")
+    known = pretended.member.session
+
+    def at_the_second_look() -> bool:
+        pretended.done.append(f"look, {pretended.member.life.state.value}")
+        return len([one for one in pretended.done if one.startswith("look")]) > 1
+
+    known.has_left = at_the_second_look  # type: ignore[union-attr]
+    pretended.start_again = lambda member: pretended.step(f"start, has left: {member.has_left}")  # type: ignore[method-assign]
+    keeper = keep(pretended)
+    lose_and_wait(keeper, pretended)
+    assert pretended.done[:5] == ["look, ready", "lose: no progress", "look, lost", "end", "start, has left: True"]
+    assert not pretended.member.has_left, "it was started again"
 
 
 def test_what_is_nothing_for_a_life_goes_to_those_who_call(keep: Keep) -> None:
