@@ -27,17 +27,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import mmap
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from bench.campaigns.harness import ROOT, command_line
-from bench.lab.panels import let_panels_be_kept, write_panels
+from bench.lab.panels import PanelReads, Place, let_panels_be_kept, panel_files, timed, write_panels
 from bench.peers.model import REAL, TINY, write_random_codes
 from dflash_moe import _core
 from dflash_moe.bench.harness import Recorder
@@ -53,7 +50,6 @@ from dflash_moe.config.cache import CacheSettings
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import ModelSpec, model_spec
 from dflash_moe.store.expert_store import ExpertStore
-from dflash_moe.store.panel_file import read_header
 
 FRACTIONS = (1 / 3, 1 / 2)
 SIGMA = 1.1
@@ -65,8 +61,6 @@ PATIENCE_S = 1800
 RANDOM_TEMPERATURE = 100.0
 GROUPS = Path("/sys/fs/cgroup/memory")
 THREADS = 2
-HUGE_PAGE = 2 << 20
-TRIED_THREADS, TRIED_PARTS, TRIED_LAYERS = (1, 2, 4, 8), (1, 2, 4), 20
 
 
 def main() -> int:
@@ -123,7 +117,7 @@ class _Side:
     cache: CacheSettings
     spec: ModelSpec
     checkpoint: Checkpoint
-    places: list[list[tuple[int, int, int]]]  # by layer and expert: descriptor, offset, bytes
+    places: list[list[Place]]  # by layer and expert
     whole: ExpertStore
     loans: list[_core.ResidentShard]
 
@@ -161,13 +155,9 @@ def _loaded(
     return store, loans
 
 
-def _places(cache: Path, loans: Sequence[_core.ResidentShard]) -> list[list[tuple[int, int, int]]]:
+def _places(cache: Path, loans: Sequence[_core.ResidentShard]) -> list[list[Place]]:
     """Returns where experts lie, found by the contents that shards and headers name alike."""
-    found: dict[int, tuple[int, int, int]] = {}
-    for path in sorted((cache / "panels").glob("*.panels")):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        for one in read_header(os.open(path, os.O_RDONLY), path).experts:
-            found[one.content_checksum] = (descriptor, one.offset, -(-one.num_bytes // 4096) * 4096)
+    found = dict(one for file in panel_files(cache) for one in file)
     return [[found[loan.packed_expert(place)[1]] for place in range(_experts_of(loan))] for loan in loans]
 
 
@@ -225,55 +215,11 @@ class _Replay:
         return missing
 
 
-class _Disk:
-    """Reads experts past the page cache and computes nothing, each in so many parts by so many
-    threads: what this machine does fastest.
-    """
-
-    def __init__(self, places: list[list[tuple[int, int, int]]], threads: int, parts: int) -> None:
-        self._places, self._parts = places, parts
-        self._pool = ThreadPoolExecutor(threads)
-        self._local = threading.local()
-
-    @classmethod
-    def fastest(cls, places: list[list[tuple[int, int, int]]]) -> tuple[_Disk, dict[str, int]]:
-        """Tries each number of threads and parts in turns, on experts that nobody has in memory."""
-        ways = {(threads, parts): cls(places, threads, parts) for threads in TRIED_THREADS for parts in TRIED_PARTS}
-        taken = dict.fromkeys(ways, 0.0)
-        drawn = np.random.default_rng(3)
-        for _ in range(TRIED_LAYERS):
-            for way, disk in ways.items():
-                layer = int(drawn.integers(len(places)))
-                experts = drawn.choice(len(places[layer]), 4, replace=False).tolist()
-                taken[way] += _timed(lambda disk=disk, layer=layer, experts=experts: disk.read(layer, experts))[0]
-        threads, parts = min(taken, key=taken.__getitem__)
-        return ways[threads, parts], {"threads": threads, "parts": parts}
-
-    def read_all(self, step: Sequence[Sequence[int]]) -> None:
-        for layer, experts in enumerate(step):
-            self.read(layer, experts)
-
-    def read(self, layer: int, experts: Sequence[int]) -> None:
-        pieces = []
-        for descriptor, offset, size in (self._places[layer][one] for one in experts):
-            length = -(-size // (4096 * self._parts)) * 4096
-            pieces += [(descriptor, offset + at, min(length, size - at)) for at in range(0, size, length)]
-        list(self._pool.map(self._read, pieces, timeout=PATIENCE_S))
-
-    def _read(self, piece: tuple[int, int, int]) -> None:
-        descriptor, offset, size = piece
-        memory = getattr(self._local, "memory", None)
-        if memory is None or len(memory) < size:
-            self._local.memory = memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        os.preadv(descriptor, [memoryview(memory)[:size]], offset)
-
-
 def _bounds(side: _Side, fraction: float, given: argparse.Namespace) -> list[dict[str, Any]]:
     store, loans = _loaded(side.spec, side.checkpoint, side.cache, "stored", int(fraction * side.all_bytes))
     found, hidden_size = [], side.spec.layers[0].ffn.in_size
     replay: _Replay | None = None
-    disk, way = _Disk.fastest(side.places)
+    disk, way = PanelReads.fastest(side.places)
     for rows, count in ((1, given.tokens), (PREFILL_ROWS, 2)):
         tokens = _Tokens(side.spec, 7 + rows)
         samples: dict[str, list[float]] = {"slots": [], "compute": [], "reads": []}
@@ -283,14 +229,14 @@ def _bounds(side: _Side, fraction: float, given: argparse.Namespace) -> list[dic
         for number in range((given.rounds + 1) * count):
             ids = tokens.draw(rows)
             before = store.slot_counters()["slot_read_bytes"]
-            slots_s, outputs = _timed(lambda ids=ids: _compute(loans, ids, hidden_size))
+            slots_s, outputs = timed(lambda ids=ids: _compute(loans, ids, hidden_size))
             counters = store.slot_counters()
             replay = replay or _Replay(counters["slot_slots"])
             missing = [replay.missing(layer, one) for layer, one in enumerate(ids)]
-            compute_s, expected = _timed(lambda ids=ids: _compute(side.loans, ids, hidden_size))
+            compute_s, expected = timed(lambda ids=ids: _compute(side.loans, ids, hidden_size))
             if outputs != expected:
                 raise SystemExit("slots give other bits than all experts in memory: nothing is timed")
-            reads_s, _ = _timed(lambda disk=disk, missing=missing: disk.read_all(missing))
+            reads_s, _ = timed(lambda disk=disk, missing=missing: disk.read_all(missing))
             if number < count:
                 continue
             read_bytes += counters["slot_read_bytes"] - before
@@ -312,12 +258,6 @@ def _bounds(side: _Side, fraction: float, given: argparse.Namespace) -> list[dic
         loan.give_back()
     store.close()
     return found
-
-
-def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    began = time.perf_counter()
-    found = run()
-    return time.perf_counter() - began, found
 
 
 # -- whole models in control groups ----------------------------------------------------------------

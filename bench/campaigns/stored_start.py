@@ -9,8 +9,10 @@ worker process from its making to all experts loaded, packed and from panels. *f
 an empty store, which is written afterwards, and calls of one token meanwhile against those of a
 packed worker. *two*: what two workers with all experts take of this machine's memory together
 (Pss), against the files of panels. *death*: a worker that is killed; the calls of its stand-in
-against its own, and the time until it is back. Before each start as much memory is touched and
-freed, as in weight_loading. Needs 20 GB of disk and 12 GB of memory; about five minutes.
+against its own, and the time until it is back. *cold*: the first call of one token to each layer
+where the page cache has no panels, against the same experts read past it by nobody who computes,
+plus the same calls again. Before each start as much memory is touched and freed, as in
+weight_loading. Needs 20 GB of disk and 12 GB of memory; about five minutes.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -34,7 +36,7 @@ from typing import Any
 from bench.campaigns.faults.load import pids_of, state_of, wait_until
 from bench.campaigns.harness import command_line
 from bench.campaigns.weight_loading import touch_memory
-from bench.lab.panels import let_panels_be_kept, write_panels
+from bench.lab.panels import PanelReads, forget_pages, let_panels_be_kept, panel_files, timed, write_panels
 from bench.peers.model import REAL, TINY, write_random_codes
 from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.bench.harness import Recorder
@@ -206,7 +208,33 @@ def _is_written(runtime: ExpertRuntime) -> bool:
     return runtime.worker_stats()["w0"]["resident_weight_bytes"] == 0
 
 
-PARTS = {"first": _first, "start": _start, "two": _two, "death": _death}
+def _cold(spec: ModelSpec, cache: Path, rounds: int) -> list[dict[str, Any]]:
+    top_k = spec.layers[0].top_k
+    # One file for each layer, whichever: pieces of all have one size.
+    files = [[place for _, place in file] for file in panel_files(cache) if len(file) >= top_k][: len(spec.layers)]
+    forget_pages(cache)
+    disk, way = PanelReads.fastest(files, top_k)
+    samples: dict[str, list[float]] = {"start": [], "cold": [], "warm": [], "reads": []}
+    for _ in range(rounds):
+        forget_pages(cache)
+        with _started(spec, cache, "stored") as (runtime, seconds):
+            samples["start"].append(seconds)
+            for name in ("cold", "warm"):
+                samples[name].append(sum(_calls(runtime, spec, 1)))  # the same calls each time
+        forget_pages(cache)
+        samples["reads"].append(timed(lambda: disk.read_all([range(top_k)] * len(files)))[0])
+    medians = {f"{name}_s": statistics.median(values) for name, values in samples.items()}
+    bytes_read = sum(size for file in files for _, _, size in file[:top_k])
+    of_bound = medians["cold_s"] / (medians["reads_s"] + medians["warm_s"])
+    return [
+        {
+            "name": "first token with a cold page cache", **medians, "of_bound": of_bound, "bytes": bytes_read, "alone": way,
+            "samples": samples,
+        }
+    ]  # fmt: skip
+
+
+PARTS = {"first": _first, "start": _start, "two": _two, "death": _death, "cold": _cold}
 
 
 def _ratio(samples: dict[str, list[float]], one: str, other: str) -> float:

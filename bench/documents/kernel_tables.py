@@ -146,7 +146,9 @@ def stored_start(recorded: Recorded) -> str:
         ("a call of the stand-in for a killed worker", seconds(death["stand_in_call_s"]), digits(death["of_worker"])),
         ("a killed worker is back after, s", digits(death["back_s"]), "-"),
     ]
-    return markdown(("what", "median", "of packed, of panels, of the worker"), lines)
+    if cold := rows.get("first token with a cold page cache"):
+        lines.append(("the first token where the page cache has no panels", seconds(cold["cold_s"]), digits(cold["of_bound"])))
+    return markdown(("what", "median", "of packed, of panels, of the worker, of the bound"), lines)
 
 
 def slots_bounds(recorded: Recorded) -> str:
