@@ -16,23 +16,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dflash_moe.errors import CheckpointError, UnsupportedError, shown
 from dflash_moe.model.checkpoint_files import INDEX_NAME, find_gguf, list_safetensors, read_json
-from dflash_moe.model.formats.dequantize import dequantize, widened
 from dflash_moe.model.formats.gguf_header import read_gguf_header
-from dflash_moe.model.formats.packed_integers import integer_weights
 from dflash_moe.model.formats.packed_tensors import check_packed, join_packed
 from dflash_moe.model.formats.safetensors_header import read_header
 from dflash_moe.model.formats.scaled_tensors import join_scales
-from dflash_moe.model.formats.stored_tensor import ScaleInfo, TensorInfo
+from dflash_moe.model.formats.stored_tensor import TensorInfo
 from dflash_moe.model.formats.stub_pages import Stub, find_stub
-from dflash_moe.model.formats.weight_formats import STORED_NAMES, is_requantised
+from dflash_moe.model.formats.weight_formats import is_requantised
 from dflash_moe.model.refusals import is_file, is_folder
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dflash_moe import _core
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -145,41 +143,19 @@ class Checkpoint:
         """Returns a whole tensor in float32, whatever its format. It is for the host's weights.
         Errors are those of `dequantize`.
         """
-        self.refuse_stubbed(name)
-        info = self.tensors[name]
-        if info.packed is not None:
-            return self._integers(name, info)
-        format_name = STORED_NAMES.get(info.dtype, info.dtype)
-        *outer, inputs = info.shape if len(info.shape) > 1 else (1, *info.shape)
-        squares = 1
-        if info.dtype in ("FP8_B128", "FP8"):
-            # Scales belong to parts of one matrix, so that every expert is taken by itself.
-            squares, outer = int(np.prod(outer[:-1])), outer[-1:]
-        outputs = int(np.prod(outer))
-        data = np.array_split(self._bytes(info), squares)
-        whole = None if info.scales is None else self._scales(info.scales, squares, outputs)
-        scales = [None] * squares if whole is None else np.array_split(whole, squares)
-        made = [dequantize(format_name, part, outputs, inputs, own) for part, own in zip(data, scales, strict=True)]
-        return np.concatenate(made).reshape(info.shape)
+        from dflash_moe.model.tensor_values import read_values
 
-    def _integers(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any]:
-        packed, scales = info.packed, info.scales
-        assert packed is not None
-        assert scales is not None
-        self.check_packed(name)
-        is_awq, outputs = packed.packing == "awq", info.shape[0]
-        columns = {"awq": outputs // 8, "gptq": outputs}.get(packed.packing, info.shape[1] // 8)
-        words = self._bytes(info).view(np.int32).reshape(info.shape[1] if is_awq else -1, columns)
-        zeros = None if packed.zeros is None else self._bytes(packed.zeros).view(np.int32).reshape(packed.zeros.shape)
-        wide = widened(STORED_NAMES[scales.dtype], self._bytes(scales)).reshape(scales.shape)
-        return integer_weights(packed.packing, words, wide, zeros, packed.zero_bias)
+        self.refuse_stubbed(name)
+        return read_values(self, name)
 
     def check_packed(self, name: str) -> None:
         """Holds what belongs to packed integers against their shape. Errors are those of
         `packed_tensors.check_packed`.
         """
+        from dflash_moe.model.tensor_values import read_bytes
+
         try:
-            check_packed(name, self.tensors[name], lambda part: self._bytes(part))
+            check_packed(name, self.tensors[name], lambda part: read_bytes(self, part))
         except (CheckpointError, UnsupportedError) as error:
             raise error.reworded(f"{self.files[self.tensors[name].file]}: {error}") from None
 
@@ -192,20 +168,10 @@ class Checkpoint:
 
     def raw(self, name: str) -> np.ndarray[Any, Any]:
         """Returns the bytes of a tensor as they lie in the mapped file."""
+        from dflash_moe.model.tensor_values import read_bytes
+
         self.refuse_stubbed(name)
-        return self._bytes(self.tensors[name])
-
-    def _bytes(self, info: TensorInfo | ScaleInfo) -> np.ndarray[Any, Any]:
-        if not info.num_bytes:
-            # An empty tensor cannot be mapped.
-            return np.empty(0, np.uint8)
-        return np.memmap(self.files[info.file], np.uint8, "r", info.offset, (info.num_bytes,))
-
-    def _scales(self, scales: ScaleInfo, squares: int, outputs: int) -> np.ndarray[Any, Any]:
-        if scales.dtype == "U8":
-            return self._bytes(scales).reshape(outputs, scales.shape[-1])
-        values = widened(STORED_NAMES[scales.dtype], self._bytes(scales))
-        return values.reshape(squares * scales.shape[-2], scales.shape[-1])
+        return read_bytes(self, self.tensors[name])
 
     def fingerprint(self) -> str:
         """Returns a digest in hexadecimal of the names, dtypes and shapes of all tensors, samples

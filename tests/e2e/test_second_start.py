@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench.models.families import tiny_options
 from dflash_moe.config import CacheSettings
+from dflash_moe.experts.expert_runtime import ExpertRuntime
 from dflash_moe.model import checkpoint_files
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.store.kept_spec import kept_model_spec
+from dflash_moe.topology import Topology
+from tests.expert_cases import call, tiny_spec
+from tests.expert_cases import make_checkpoint as make_expert_checkpoint
+from tests.fault.conftest import pids
 
 pytestmark = pytest.mark.transformers
 
@@ -39,6 +45,18 @@ def test_a_second_start_imports_no_torch(tmp_path, monkeypatch):
         check=True, timeout=120, capture_output=True, text=True,
     )  # fmt: skip
     assert found.stdout.split() == [spec.fingerprint]
+
+
+@pytest.mark.parametrize("layout", ["packed", "mapped", "stored"])
+def test_a_worker_starts_without_numpy(tmp_path, layout):
+    """Its import would be a third of the start. What was imported is among what is mapped."""
+    spec = tiny_spec(make_expert_checkpoint(tmp_path / "model"))
+    topology = Topology.parse(f"version: 1\nworkers: [{{name: w0, threads: 1, weights_layout: {layout}}}]\n")
+    with ExpertRuntime.start(topology, model=spec, cache_path=tmp_path / "store") as runtime:
+        call(runtime)
+        mapped = Path(f"/proc/{pids(runtime)['w0']}/maps").read_text()
+    assert "_core." in mapped
+    assert "numpy" not in mapped
 
 
 PROVE = """

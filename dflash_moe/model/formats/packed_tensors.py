@@ -15,13 +15,14 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.formats.quantization_methods import GROUP_SIZES, check_quantization, gptq_zero_bias, quantization_fields
 from dflash_moe.model.formats.stored_tensor import PackedInfo, ScaleInfo, TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WORDS, COMPRESSED_WORDS = ".qweight", ".weight_packed"
 _CODES = 8
@@ -94,6 +95,8 @@ def check_packed(name: str, info: TensorInfo, read: Callable[[ScaleInfo], np.nda
     packed = info.packed
     if packed is None:
         return
+    import numpy as np
+
     base = name.removesuffix(".weight")
     if packed.shape is not None:
         told = tuple(read(packed.shape).view(np.int32 if packed.shape.dtype == "I32" else np.int64).tolist())

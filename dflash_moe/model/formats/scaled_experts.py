@@ -14,8 +14,6 @@ import fcntl
 import os
 from typing import Any
 
-import numpy as np
-
 from dflash_moe.errors import UnsupportedError
 
 
@@ -26,6 +24,8 @@ def scaled_source(source: Any, factor: float) -> Any:
     `source` must have its rows one after another. Raises UnsupportedError where it has not, or
     where the system gives no memory.
     """
+    import numpy as np
+
     from dflash_moe import _core
 
     file, offset, format_name, outputs, inputs, output_stride, input_stride = source
