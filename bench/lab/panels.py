@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class PanelReads:
             for way, disk in ways.items():
                 layer = int(drawn.integers(len(places)))
                 chosen = drawn.choice(len(places[layer]), experts, replace=False).tolist()
-                taken[way] += timed(lambda disk=disk, layer=layer, chosen=chosen: disk.read(layer, chosen))[0]
+                taken[way] += timed(partial(disk.read, layer, chosen))[0]
         threads, parts = min(taken, key=taken.__getitem__)
         return ways[threads, parts], {"threads": threads, "parts": parts}
 

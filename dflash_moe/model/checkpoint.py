@@ -143,19 +143,20 @@ class Checkpoint:
         """Returns a whole tensor in float32, whatever its format. It is for the host's weights.
         Errors are those of `dequantize`.
         """
-        from dflash_moe.model.tensor_values import read_values
+        from dflash_moe.model.formats.tensor_values import read_values
 
         self.refuse_stubbed(name)
-        return read_values(self, name)
+        self.check_packed(name)
+        return read_values(self.files, self.tensors[name])
 
     def check_packed(self, name: str) -> None:
         """Holds what belongs to packed integers against their shape. Errors are those of
         `packed_tensors.check_packed`.
         """
-        from dflash_moe.model.tensor_values import read_bytes
+        from dflash_moe.model.formats.tensor_values import read_bytes
 
         try:
-            check_packed(name, self.tensors[name], lambda part: read_bytes(self, part))
+            check_packed(name, self.tensors[name], lambda part: read_bytes(self.files, part))
         except (CheckpointError, UnsupportedError) as error:
             raise error.reworded(f"{self.files[self.tensors[name].file]}: {error}") from None
 
@@ -168,10 +169,10 @@ class Checkpoint:
 
     def raw(self, name: str) -> np.ndarray[Any, Any]:
         """Returns the bytes of a tensor as they lie in the mapped file."""
-        from dflash_moe.model.tensor_values import read_bytes
+        from dflash_moe.model.formats.tensor_values import read_bytes
 
         self.refuse_stubbed(name)
-        return read_bytes(self, self.tensors[name])
+        return read_bytes(self.files, self.tensors[name])
 
     def fingerprint(self) -> str:
         """Returns a digest in hexadecimal of the names, dtypes and shapes of all tensors, samples

@@ -7,7 +7,9 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +18,14 @@ from dflash_moe.model.formats.packed_integers import integer_weights
 from dflash_moe.model.formats.stored_tensor import ScaleInfo, TensorInfo
 from dflash_moe.model.formats.weight_formats import STORED_NAMES
 
-if TYPE_CHECKING:
-    from dflash_moe.model.checkpoint import Checkpoint
 
-
-def read_values(checkpoint: Checkpoint, name: str) -> np.ndarray[Any, Any]:
-    """Returns a whole tensor in float32, whatever its format. Errors are those of `dequantize`."""
-    info = checkpoint.tensors[name]
+def read_values(files: Sequence[Path], info: TensorInfo) -> np.ndarray[Any, Any]:
+    """Returns a whole tensor of a checkpoint with these files in float32, whatever its format.
+    Packed integers were checked before (`packed_tensors.check_packed`). Errors are those of
+    `dequantize`.
+    """
     if info.packed is not None:
-        return _integers(checkpoint, name, info)
+        return _integers(files, info)
     format_name = STORED_NAMES.get(info.dtype, info.dtype)
     *outer, inputs = info.shape if len(info.shape) > 1 else (1, *info.shape)
     squares = 1
@@ -32,39 +33,38 @@ def read_values(checkpoint: Checkpoint, name: str) -> np.ndarray[Any, Any]:
         # Scales belong to parts of one matrix, so that every expert is taken by itself.
         squares, outer = int(np.prod(outer[:-1])), outer[-1:]
     outputs = int(np.prod(outer))
-    data = np.array_split(read_bytes(checkpoint, info), squares)
-    whole = None if info.scales is None else _scales(checkpoint, info.scales, squares, outputs)
+    data = np.array_split(read_bytes(files, info), squares)
+    whole = None if info.scales is None else _scales(files, info.scales, squares, outputs)
     scales = [None] * squares if whole is None else np.array_split(whole, squares)
     made = [dequantize(format_name, part, outputs, inputs, own) for part, own in zip(data, scales, strict=True)]
     return np.concatenate(made).reshape(info.shape)
 
 
-def read_bytes(checkpoint: Checkpoint, info: TensorInfo | ScaleInfo) -> np.ndarray[Any, Any]:
+def read_bytes(files: Sequence[Path], info: TensorInfo | ScaleInfo) -> np.ndarray[Any, Any]:
     """Returns the bytes of a tensor as they lie in its file, which is mapped as long as the array
     lives.
     """
     if not info.num_bytes:
         # An empty tensor cannot be mapped.
         return np.empty(0, np.uint8)
-    return np.memmap(checkpoint.files[info.file], np.uint8, "r", info.offset, (info.num_bytes,))
+    return np.memmap(files[info.file], np.uint8, "r", info.offset, (info.num_bytes,))
 
 
-def _integers(checkpoint: Checkpoint, name: str, info: TensorInfo) -> np.ndarray[Any, Any]:
+def _integers(files: Sequence[Path], info: TensorInfo) -> np.ndarray[Any, Any]:
     packed, scales = info.packed, info.scales
     assert packed is not None
     assert scales is not None
-    checkpoint.check_packed(name)
     is_awq, outputs = packed.packing == "awq", info.shape[0]
     columns = {"awq": outputs // 8, "gptq": outputs}.get(packed.packing, info.shape[1] // 8)
-    words = read_bytes(checkpoint, info).view(np.int32).reshape(info.shape[1] if is_awq else -1, columns)
+    words = read_bytes(files, info).view(np.int32).reshape(info.shape[1] if is_awq else -1, columns)
     zeros = packed.zeros
-    wide_zeros = None if zeros is None else read_bytes(checkpoint, zeros).view(np.int32).reshape(zeros.shape)
-    wide = widened(STORED_NAMES[scales.dtype], read_bytes(checkpoint, scales)).reshape(scales.shape)
+    wide_zeros = None if zeros is None else read_bytes(files, zeros).view(np.int32).reshape(zeros.shape)
+    wide = widened(STORED_NAMES[scales.dtype], read_bytes(files, scales)).reshape(scales.shape)
     return integer_weights(packed.packing, words, wide, wide_zeros, packed.zero_bias)
 
 
-def _scales(checkpoint: Checkpoint, scales: ScaleInfo, squares: int, outputs: int) -> np.ndarray[Any, Any]:
+def _scales(files: Sequence[Path], scales: ScaleInfo, squares: int, outputs: int) -> np.ndarray[Any, Any]:
     if scales.dtype == "U8":
-        return read_bytes(checkpoint, scales).reshape(outputs, scales.shape[-1])
-    values = widened(STORED_NAMES[scales.dtype], read_bytes(checkpoint, scales))
+        return read_bytes(files, scales).reshape(outputs, scales.shape[-1])
+    values = widened(STORED_NAMES[scales.dtype], read_bytes(files, scales))
     return values.reshape(squares * scales.shape[-2], scales.shape[-1])
