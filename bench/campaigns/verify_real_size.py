@@ -53,12 +53,12 @@ STAGES = {
 # Runs the command line with every byte counted that the checkpoint hands out to be dequantised.
 COUNTING = """
 import sys
-from dflash_moe.model.checkpoint import Checkpoint
-plain, read = Checkpoint._bytes, [0]
-def counted(self, info):
+from dflash_moe.model.formats import tensor_values
+plain, read = tensor_values.read_bytes, [0]
+def counted(files, info):
     read[0] += info.num_bytes
-    return plain(self, info)
-Checkpoint._bytes = counted
+    return plain(files, info)
+tensor_values.read_bytes = counted
 from dflash_moe.cli.main import run
 code = run(sys.argv[1:])
 print(f"bytes handed out: {read[0]}", file=sys.stderr)

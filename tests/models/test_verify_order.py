@@ -16,6 +16,7 @@ from bench.models.gguf_files import write_gguf
 from dflash_moe import Topology, _core
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.formats import tensor_values
 from dflash_moe.model.make import make_checkpoint
 
 pytestmark = pytest.mark.transformers
@@ -112,13 +113,13 @@ def test_no_byte_of_a_quantised_file_is_read_more_than_three_times(tmp_path, mon
     make_checkpoint(replace(tiny_options("qwen3_moe"), hidden_size=64, moe_intermediate_size=32), tmp_path / "floats")
     path = write_gguf(tmp_path / "floats", tmp_path / "model.gguf", "q8_0")
     read = np.zeros(path.stat().st_size, np.int64)
-    plain = Checkpoint._bytes
+    plain = tensor_values.read_bytes
 
-    def counted(self, info):
+    def counted(files, info):
         read[info.offset : info.offset + info.num_bytes] += 1
-        return plain(self, info)
+        return plain(files, info)
 
-    monkeypatch.setattr(Checkpoint, "_bytes", counted)
+    monkeypatch.setattr(tensor_values, "read_bytes", counted)
     assert verify(path, Topology.parse(ONE)).excesses == []
     tensors = Checkpoint.open(path).tensors
     experts = np.zeros_like(read, dtype=bool)
