@@ -15,8 +15,10 @@ recently used order; and prefill of 1,024 rows against the longer of the two.
 
 *groups*: whole models in a memory control group of their own, which decode random tokens: slots,
 the mapped checkpoint, and llama.cpp with its mapped file and no repacking, one after the other,
-with the disk's read-ahead as it is and at 128 KiB. With few layers what a process takes beside
-experts is much of the group, and page cache for sides that take less.
+with the disk's read-ahead as it is and at 128 KiB. As much memory is touched and freed before each,
+as in weight_loading: a virtual machine gets pages that it has not used yet much more slowly, and
+slots that are many are still filled for the first time while they are measured. With few layers
+what a process takes beside experts is much of the group, and page cache for sides that take less.
 
 Needs root for the groups, 20 GB of disk, 20 GB of memory; about fifteen minutes.
 SPDX-License-Identifier: Apache-2.0
@@ -42,6 +44,7 @@ from typing import Any
 import numpy as np
 
 from bench.campaigns.harness import ROOT, command_line
+from bench.campaigns.weight_loading import touch_memory
 from bench.lab.panels import PanelReads, Place, let_panels_be_kept, panel_files, timed, write_panels
 from bench.peers.model import REAL, TINY, write_random_codes
 from dflash_moe import _core
@@ -293,6 +296,7 @@ def _speed(side: str, path: Path, memory: int, given: argparse.Namespace) -> flo
         command = [sys.executable, "-m", "bench.campaigns.larger_than_memory", "--child", side, "--memory", memory,
                    "--file", path, "--tokens", given.tokens // 2, "--models", path.parent]  # fmt: skip
     _drop_page_cache()
+    touch_memory(memory + BESIDE_BYTES)
     with _group(memory + BESIDE_BYTES) as procs:
         text = subprocess.run(
             [*map(str, command)], check=True, timeout=PATIENCE_S, cwd=ROOT, stdout=subprocess.PIPE, text=True,
