@@ -228,8 +228,8 @@ def _cold(spec: ModelSpec, cache: Path, rounds: int) -> list[dict[str, Any]]:
     of_bound = medians["cold_s"] / (medians["reads_s"] + medians["warm_s"])
     return [
         {
-            "name": "first token with a cold page cache", **medians, "of_bound": of_bound, "bytes": bytes_read, "alone": way,
-            "samples": samples,
+            "name": "first token with a cold page cache", **medians, "of_bound": of_bound,
+            "bytes": bytes_read, "alone": way, "samples": samples,
         }
     ]  # fmt: skip
 

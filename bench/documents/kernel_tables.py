@@ -147,7 +147,8 @@ def stored_start(recorded: Recorded) -> str:
         ("a killed worker is back after, s", digits(death["back_s"]), "-"),
     ]
     if cold := rows.get("first token with a cold page cache"):
-        lines.append(("the first token where the page cache has no panels", seconds(cold["cold_s"]), digits(cold["of_bound"])))
+        took = seconds(cold["cold_s"]), digits(cold["of_bound"])
+        lines.append(("the first token where the page cache has no panels", *took))
     return markdown(("what", "median", "of packed, of panels, of the worker, of the bound"), lines)
 
 

@@ -82,7 +82,8 @@ def _packed(
     """
 
     def pack(matrix: StoredMatrix, bias: torch.Tensor | None) -> _core.PackedLinear:
-        return _core.PackedLinear(pool, [(matrix.source, bias_source(bias), 0)], numerics=numerics_of(matrix.format_name))
+        part = matrix.source, bias_source(bias), 0
+        return _core.PackedLinear(pool, [part], numerics=numerics_of(matrix.format_name))
 
     threads = ThreadPoolExecutor(max_workers=pool.threads, thread_name_prefix="dflash-pack")
     try:

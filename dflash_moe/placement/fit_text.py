@@ -77,7 +77,7 @@ def cache_line(model: FitModel, found: Fit, folder: Path, room_bytes: int) -> st
             f"  cache: {wanted} of packed experts are more than fit, {room}: the rest is packed at each start; raise "
             "`cache.max_bytes`, or name another folder by `cache.path`"
         )
-    return f"  cache: {wanted} of packed experts, {room}; starts that find them there map them, into memory of the page cache"
+    return f"  cache: {wanted} of packed experts, {room}; starts map them from there, into the page cache's memory"
 
 
 def _advice(model: FitModel, machine: Machine, found: Fit) -> str:

@@ -24,7 +24,7 @@ from dflash_moe.store import closed_json
 from dflash_moe.store.closed_file import DIGEST, derived_name, read_derived, write_derived
 from dflash_moe.store.folder import PROOFS, CacheFolder
 from dflash_moe.store.panel_index import FILES, MODEL_PATH
-from dflash_moe.store.spec_file import VERSION, checkpoint_states, installed_versions, sources_digest
+from dflash_moe.store.spec_file import VERSION, are_as_kept, checkpoint_states, installed_versions, sources_digest
 
 PROOF_VERSION = 1
 # A layer takes 200 bytes and a reason more, and a model has 4,096 layers at most.
@@ -82,14 +82,7 @@ class ProofKey:
         """Says whether a start on this machine may look for it: the checkpoint's files are as they
         were, and so are code and machine. Where the system does not say, it counts as that.
         """
-        if self.proved_by != proving_code():
-            return False
-        try:
-            return checkpoint_states(Path(self.path)) == self.files
-        except (FileNotFoundError, NotADirectoryError, CheckpointError):
-            return False
-        except OSError:
-            return True
+        return self.proved_by == proving_code() and are_as_kept(self.path, self.files)
 
     def fields(self) -> dict[str, Any]:
         """Returns all of it for JSON."""

@@ -73,14 +73,7 @@ class SpecKey:
         """Says whether the same would be derived again: the files are as they were, and so is the
         code. Where the system does not say, it counts as that.
         """
-        if self.derived_by != deriving_code():
-            return False
-        try:
-            return checkpoint_states(Path(self.path)) == self.files
-        except (FileNotFoundError, NotADirectoryError, CheckpointError):
-            return False
-        except OSError:
-            return True
+        return self.derived_by == deriving_code() and are_as_kept(self.path, self.files)
 
     def _fields(self) -> dict[str, Any]:
         return {**asdict(self), "files": [list(one) for one in self.files], "version": SPEC_VERSION}
@@ -152,6 +145,18 @@ def write_spec(folder: CacheFolder, kept: SpecFile) -> None:
     fields = {**kept.key._fields(), "spec": kept.spec}
     if FILES(fields["files"]):
         write_derived(folder, SPECS, kept.key.name, MAX_SPEC_BYTES, fields)
+
+
+def are_as_kept(path: str, files: tuple[FileState, ...]) -> bool:
+    """Says whether the files of the checkpoint at `path` are as they were looked at. Where the
+    system does not say, they are.
+    """
+    try:
+        return checkpoint_states(Path(path)) == files
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return False
+    except OSError:
+        return True
 
 
 def checkpoint_states(path: Path) -> tuple[FileState, ...]:

@@ -73,7 +73,7 @@ def test_where_no_panels_can_be_kept_experts_are_mapped_from_the_checkpoint(spec
             assert runtime.worker_stats()["w0"].get("slot_misses", 0) == 0
 
 
-def test_a_layer_of_which_only_some_files_fit_is_mapped_and_the_others_keep_their_slots(spec, tmp_path, caplog, monkeypatch):
+def test_a_layer_of_which_only_some_files_fit_is_mapped_and_others_keep_slots(spec, tmp_path, caplog, monkeypatch):
     expected = packed_outputs(spec, tmp_path / "none")
     # Several files to a layer, and a budget that ends within one.
     monkeypatch.setattr(panel_file, "PANEL_FILE_BYTES", 160 << 10)

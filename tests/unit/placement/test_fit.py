@@ -292,14 +292,15 @@ def test_what_the_cache_will_hold_is_said_where_experts_lie_in_memory_as_a_whole
     made, folder = model([GIB] * 8), Path("/kept")
     found = fit(made, Machine((), 64 * GIB, 1))
     assert cache_line(made, found, folder, 9 * GIB) == (
-        "  cache: 8.0 GiB of packed experts, /kept has room for 9.0 GiB; starts that find them there map them, into memory of "
-        "the page cache"
+        "  cache: 8.0 GiB of packed experts, /kept has room for 9.0 GiB; starts map them from there, "
+        "into the page cache's memory"
     )
     assert cache_line(made, found, folder, 3 * GIB) == (
-        "  cache: 8.0 GiB of packed experts are more than fit, /kept has room for 3.0 GiB: the rest is packed at each start; "
-        "raise `cache.max_bytes`, or name another folder by `cache.path`"
+        "  cache: 8.0 GiB of packed experts are more than fit, /kept has room for 3.0 GiB: the rest is "
+        "packed at each start; raise `cache.max_bytes`, or name another folder by `cache.path`"
     )
-    assert cache_line(made, found, folder, 0) == "  cache: no packed experts are kept on disk, so that each start packs them"
+    told = cache_line(made, found, folder, 0)
+    assert told == "  cache: no packed experts are kept on disk, so that each start packs them"
     # Slots have a line of their own, and cards no panels.
     wishes = FitWishes(None, None, None, 64 * GIB)
     assert cache_line(made, fit(made, Machine((), 5 * GIB, 1), wishes), folder, 64 * GIB) == ""
