@@ -9,7 +9,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,18 @@ from dflash_moe.operators.activations import HostActivation
 from dflash_moe.operators.addresses import DTYPE_NAMES
 from dflash_moe.operators.bounds import excess, norm_bound
 from dflash_moe.operators.linear import HostEmbedding, HostLinear, bias_source, linear_excess, memory_source
-from dflash_moe.operators.norms import HostNorm, norm_forms
+from dflash_moe.operators.norms import HostNorm, NormForm, norm_forms
 from dflash_moe.operators.probes import SCALES, probe_rows
 from dflash_moe.operators.report import Finding, TakeoverReport
-from dflash_moe.operators.routers import HostRouter, find_form, find_signature, matrix_of, router_excess
+from dflash_moe.operators.router_form import RouterForm
+from dflash_moe.operators.routers import (
+    HostRouter,
+    RouterSignature,
+    find_form,
+    find_signature,
+    matrix_of,
+    router_excess,
+)
 
 # An error of at most what is allowed.
 _PROVEN = 1.0
@@ -53,6 +62,10 @@ class Takeover:
         self._pool = pool
         self._numerics = numerics
         self._dtype: torch.dtype = model.dtype
+        # Which form a module had, by what forms are found from (`_kind`): it is tried first on the
+        # next one of its kind.
+        self._norm_forms: dict[Any, NormForm] = {}
+        self._router_forms: dict[Any, tuple[RouterSignature, RouterForm]] = {}
         self.report = TakeoverReport(type(model).__name__, list(placed))
 
     def run(self) -> TakeoverReport:
@@ -153,15 +166,19 @@ class Takeover:
             exact = copy.deepcopy(module).double()(rows.double()).double()
         except (RuntimeError, TypeError, ValueError) as error:
             return self._keep(name, module, f"it does not run on rows: {type(error).__name__}")
-        fitting = []
-        for form in forms:
-            ours = HostNorm(self._pool, form, weight, module._parameters.get("bias"))
-            found = excess(ours(rows).to(own.dtype), own, exact, norm_bound(exact))
-            if found <= _PROVEN:
-                fitting.append((found, form, ours))
-        if len(fitting) != 1:
-            return self._keep(name, module, f"{len(fitting) or 'no'} forms of norm fit")
-        found, form, ours = fitting[0]
+
+        def fitting(forms: Iterable[NormForm]) -> list[tuple[float, HostNorm]]:
+            tried = [HostNorm(self._pool, form, weight, module._parameters.get("bias")) for form in forms]
+            found = [excess(ours(rows).to(own.dtype), own, exact, norm_bound(exact)) for ours in tried]
+            return [(one, ours) for one, ours in zip(found, tried, strict=True) if one <= _PROVEN]
+
+        kind = _kind(module)
+        known = self._norm_forms.get(kind)
+        fit = ([] if known is None else fitting([known])) or fitting(forms)
+        if len(fit) != 1:
+            return self._keep(name, module, f"{len(fit) or 'no'} forms of norm fit")
+        found, ours = fit[0]
+        form = self._norm_forms[kind] = ours.form
         self._put(name, ours)
         return self._add(name, module, "norm", str(form), found)
 
@@ -185,18 +202,31 @@ class Takeover:
         if signature is None:
             self._keep(name, module, "it returns no ids and weights of chosen experts")
             return False
-        form, reason = find_form(module, signature)
-        if form is None:
-            self._keep(name, module, reason)
-            return False
-        ours = HostRouter(self._pool, form, signature, module)
-        found = router_excess(ours, module)
+        kind = signature, _kind(module)
+        form = self._router_forms.get(kind)
+        ours, found = self._router(module, signature, form)
         if not found <= _PROVEN:
+            form, reason = find_form(module, signature)
+            if form is None:
+                self._keep(name, module, reason)
+                return False
+            ours, found = self._router(module, signature, form)
+        if ours is None or not found <= _PROVEN:
             self._keep(name, module, f"as {form}, its error is {found:.3g} times what is allowed")
             return False
+        self._router_forms[kind] = ours.form
         self._put(name, ours)
         self._add(name, module, "router", str(form), found)
         return True
+
+    def _router(
+        self, module: nn.Module, signature: RouterSignature, form: RouterForm | None
+    ) -> tuple[HostRouter | None, float]:
+        """Returns a router of this form and how far it is from the module."""
+        if form is None:
+            return None, float("inf")
+        ours = HostRouter(self._pool, form, signature, module)
+        return ours, router_excess(ours, module)
 
     # -- the tree ------------------------------------------------------------------------------
     def _put(self, name: str, ours: nn.Module) -> None:
@@ -224,6 +254,16 @@ def take_over(
     be saved afterwards.
     """
     return Takeover(model, pool, numerics, placed, read_modules).run()
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """Returns what the forms of a module are found from, but for the values of its parameters. Two
+    modules with the same have one form, unless their code reads something else, so that the form of
+    the one is proven of the other before it is taken.
+    """
+    plain = [(name, value) for name, value in sorted(vars(module).items()) if type(value) in (bool, int, float, str)]
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return type(module), *plain, *((name, value.shape, value.dtype) for name, value in tensors)
 
 
 def _refuse_state_dict(*_arguments: Any, **_options: Any) -> Any:
