@@ -17,6 +17,8 @@ import torch
 
 from dflash_moe.forward.forward import PackedForward, StepRows
 from dflash_moe.model.architecture import find_experts
+from dflash_moe.operators.layers.blocks import HostLayer
+from dflash_moe.operators.layers.reads import kernels_of
 
 _SEED = 21
 # The probed sequence has so many tokens, an odd number that no vector length divides, and is cut
@@ -37,9 +39,21 @@ _FAR_CUTS, _FAR_COMPANY = ((_TOKENS,), (5, _TOKENS - 5)), ((16, 1, 2), (40, 1))
 
 def find_dependence(packed: PackedForward) -> str:
     """Returns the first module whose output for a row depended on the row's company or on how its
-    sequence was cut, with class and dtype; an empty text where none did.
+    sequence was cut, with class and dtype; an empty text where none did. Where a loop over host
+    layers computes the model, one layer of each kind is run: no row's company reaches the others by
+    other code.
     """
-    return _dependence(packed, _CUTS, (((), ()), *_COMPANY))
+    loop = packed.loop
+    if loop is None:
+        return _dependence(packed, _CUTS, (((), ()), *_COMPANY))
+    kinds: dict[Any, HostLayer] = {}
+    for layer in loop.layers:
+        kinds.setdefault(kernels_of(layer), layer)
+    packed.loop = loop.over(list(kinds.values()))
+    try:
+        return _dependence(packed, _CUTS, (((), ()), *_COMPANY))
+    finally:
+        packed.loop = loop
 
 
 def _dependence(packed: PackedForward, cuts: Sequence[tuple[int, ...]], company: Sequence[_Company]) -> str:
@@ -101,27 +115,27 @@ def _that_fit(packed: PackedForward, counts: Sequence[int]) -> list[int]:
 def _outputs(
     packed: PackedForward, parts: Sequence[list[int]], before: Sequence[list[int]] = (), behind: Sequence[list[int]] = ()
 ) -> dict[str, torch.Tensor]:
-    """Returns what every module with rows gave for the probed sequence, by module name. It has the
-    company of the others in the step of its last part.
+    """Returns what every module with rows gave for the probed sequence, by module name, and the
+    logits of its last row. It has the company of the others in the step of its last part.
     """
     probed = packed.admit(_TOKENS)
     first, last = [packed.admit(len(tokens)) for tokens in before], [packed.admit(len(tokens)) for tokens in behind]
     kept: dict[str, list[torch.Tensor]] = {}
     try:
         for place, part in enumerate(parts):
-            rows = [StepRows(probed, part, num_logits=len(part))]
-            begin = 0
-            if place == len(parts) - 1:
+            is_last, begin = place == len(parts) - 1, 0
+            rows = [StepRows(probed, part, num_logits=int(is_last))]
+            if is_last:
                 begin = sum(len(tokens) for tokens in before)
-                rows = [
-                    *(StepRows(sequence, tokens, num_logits=0) for sequence, tokens in zip(first, before, strict=True)),
-                    *rows,
-                    *(StepRows(sequence, tokens, num_logits=0) for sequence, tokens in zip(last, behind, strict=True)),
+                companions = [
+                    [StepRows(sequence, tokens) for sequence, tokens in zip(sequences, given, strict=True)]
+                    for sequences, given in ((first, before), (last, behind))
                 ]
+                rows = [*companions[0], *rows, *companions[1]]
             num_rows = sum(len(entry.token_ids) for entry in rows)
-            with _recorded(packed.model, kept, begin, len(part), num_rows):
-                logits = packed.forward(rows).clone()
-            kept.setdefault("logits", []).append(logits)
+            with _recorded(packed, kept, begin, len(part), num_rows):
+                logits = packed.forward(rows)
+        kept["logits"] = [logits[len(before)][None].clone()]
     finally:
         for sequence in (*first, probed, *last):
             sequence.release()
@@ -129,12 +143,21 @@ def _outputs(
 
 
 @contextmanager
-def _recorded(model: Any, kept: dict[str, list[torch.Tensor]], begin: int, count: int, num_rows: int) -> Iterator[None]:
+def _recorded(
+    packed: PackedForward, kept: dict[str, list[torch.Tensor]], begin: int, count: int, num_rows: int
+) -> Iterator[None]:
     """Keeps the rows begin..begin + count - 1 of every module's outputs, and of what the routed
-    experts are given: tensors [1, num_rows, ...] or [num_rows, ...].
+    experts are given: tensors [1, num_rows, ...] or [num_rows, ...]. Of a loop over host layers it
+    keeps them between the layers.
     """
-
-    calls: Counter[str] = Counter()
+    if packed.loop is not None:
+        packed.residuals = _BetweenLayers(kept, begin, count)
+        try:
+            yield
+        finally:
+            packed.residuals = None
+        return
+    model, calls = packed.model, Counter[str]()
 
     def keep(name: str, values: Any) -> None:
         # A module may be called several times in one forward; equal calls of two parts belong
@@ -165,6 +188,20 @@ def _recorded(model: Any, kept: dict[str, list[torch.Tensor]], begin: int, count
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _BetweenLayers:
+    """A `StreamReader` that keeps the rows begin..begin + count - 1 of a step."""
+
+    def __init__(self, kept: dict[str, list[torch.Tensor]], begin: int, count: int) -> None:
+        self._kept, self._rows = kept, slice(begin, begin + count)
+
+    def begin(self, first: int) -> None:
+        """Says where a step begins, which does not matter."""
+
+    def see(self, layer: int, _positions: Any, hidden_states: torch.Tensor) -> None:
+        """Keeps rows as they leave a layer."""
+        self._kept.setdefault(f"layers.{layer}", []).append(hidden_states[self._rows].clone())
 
 
 def _compare(packed: PackedForward, alone: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str:

@@ -51,6 +51,10 @@ class LayerLoop:
         self._logits = torch.empty((0, head.out_features), dtype=torch.float32)
         self._read = _ReadTables(*torch.empty(2, 0, 1))
 
+    def over(self, layers: Sequence[HostLayer]) -> LayerLoop:
+        """Returns a loop over some of the layers, with the same before and behind them."""
+        return LayerLoop(self._pool, self._embedding, layers, self._norm, self._head, self._tables)
+
     def run(
         self, token_ids: torch.Tensor, step: StepContext, wanted: torch.Tensor, residuals: StreamReader | None = None
     ) -> torch.Tensor:

@@ -49,15 +49,32 @@ def excess(
     chain of operators are chance, and any one row of its own may be lucky, or all of them.
     """
     epsilon = EPSILON[own.dtype if dtype is None else dtype]
-    own_error = row_scale(own.double() - exact)
-    if is_pooled:
-        own_error = _CHANCE * (own_error / row_scale(exact).clamp_min(1e-300)).max() * row_scale(exact)
+    own_error = _CHANCE * largest_error(own, exact) * row_scale(exact) if is_pooled else row_scale(own.double() - exact)
     allowed = own_error + ALLOWED_ULPS * epsilon * row_scale(exact) + class_bound
     error = (ours.double() - exact).abs()
     is_wrong = ~torch.isfinite(ours.double()) & torch.isfinite(exact)
     ratio = torch.where(error == 0.0, torch.zeros_like(error), error / allowed)
     ratio = torch.where(is_wrong, torch.full_like(ratio, float("inf")), ratio)
     return float(ratio.max()) if ratio.numel() else 0.0
+
+
+def largest_error(own: torch.Tensor, exact: torch.Tensor) -> float:
+    """Returns the largest error of an element of [num_rows, width], as a part of its row's largest
+    value, over all rows.
+    """
+    return float((row_scale(own.double() - exact) / row_scale(exact).clamp_min(1e-300)).max())
+
+
+def mutual_excess(ours: torch.Tensor, own: torch.Tensor, error: float) -> float:
+    """As `excess` with `is_pooled`, where no float64 value was computed: `error` is the
+    `largest_error` of a module that differs from the one of `own` in its values only. Each side may
+    be off by what `excess` allows ours.
+    """
+    scale = row_scale(own.double())
+    allowed = (2 * _CHANCE * error + ALLOWED_ULPS * EPSILON[own.dtype]) * scale
+    distance = (ours.double() - own.double()).abs()
+    ratio = torch.where(distance == 0.0, torch.zeros_like(distance), distance / allowed)
+    return float(ratio.nan_to_num(nan=float("inf")).max())
 
 
 def norm_bound(exact: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,8 +33,8 @@ class LayerBuffers:
 
         self.num_rows = num_rows
         # What computes on these rows, by layer or loop over layers: programs that are bound to
-        # these tensors (layers/step_program.py).
-        self.programs: dict[Any, Any] = {}
+        # these tensors (layers/step_program.py), and go with them.
+        self.programs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.hidden_states = torch.empty((num_rows, sizes.hidden_size), dtype=dtype)
         self.normed = floats(sizes.hidden_size)
         self.query, self.key, self.value = floats(sizes.query), floats(sizes.key), floats(sizes.value)
@@ -55,7 +56,7 @@ class LayerBuffers:
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 setattr(found, name, value[:num_rows])
-        found.num_rows, found.programs = num_rows, {}
+        found.num_rows, found.programs = num_rows, WeakKeyDictionary()
         return found
 
     def tensors(self) -> list[torch.Tensor]:

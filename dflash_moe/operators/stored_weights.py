@@ -81,18 +81,21 @@ def _packed(
     biases: Sequence[torch.Tensor | None],
 ) -> Iterator[_core.PackedLinear]:  # fmt: skip
     """Packs matrices on as many threads as compute later, and yields them in their order while the
-    next are packed.
+    next are packed. torch has one thread meanwhile: with more, each waits for cores that pack.
     """
 
     def pack(matrix: StoredMatrix, bias: torch.Tensor | None) -> _core.PackedLinear:
         part = matrix.source, bias_source(bias), 0
         return _core.PackedLinear(pool, [part], numerics=numerics_of(matrix.format_name))
 
+    torch_threads = torch.get_num_threads()
     threads = ThreadPoolExecutor(max_workers=pool.threads, thread_name_prefix="dflash-pack")
     try:
+        torch.set_num_threads(1)
         yield from threads.map(pack, matrices, biases)
     finally:
         threads.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch_threads)
 
 
 def _has_rows(ours: HostEmbedding, matrix: StoredMatrix) -> bool:

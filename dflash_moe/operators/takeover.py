@@ -65,7 +65,7 @@ class Takeover:
         # Which form a module had, by what forms are found from (`_kind`): it is tried first on the
         # next one of its kind.
         self._norm_forms: dict[Any, NormForm] = {}
-        self._router_forms: dict[Any, tuple[RouterSignature, RouterForm]] = {}
+        self._router_forms: dict[Any, RouterForm] = {}
         self.report = TakeoverReport(type(model).__name__, list(placed))
 
     def run(self) -> TakeoverReport:

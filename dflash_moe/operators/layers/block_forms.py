@@ -20,7 +20,7 @@ from torch import nn
 from dflash_moe import _core
 from dflash_moe.operators.attention_interface import set_implementation
 from dflash_moe.operators.attention_probe import AttentionLayer
-from dflash_moe.operators.bounds import excess
+from dflash_moe.operators.bounds import excess, largest_error, mutual_excess
 from dflash_moe.operators.layer_buffers import BufferPool
 from dflash_moe.operators.layers.block_candidates import candidates
 from dflash_moe.operators.layers.blocks import Experts, HostLayer, MoeParts
@@ -68,6 +68,8 @@ class LayerForms:
         self._elsewhere, self._positions = elsewhere, positions
         # Why no form stands for a kind of layer, empty where one does, by `_kind_of`.
         self._kinds: dict[Any, str] = {}
+        # What stood for the first layer of a kind, and how far its own code was from float64.
+        self._first: dict[Any, tuple[LayerProven, float]] = {}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def find(
@@ -97,32 +99,53 @@ class LayerForms:
             rows = probe_rows(layers[0].hidden_size, self._dtype, scales=(1.0, 8.0))
             rows = rows.repeat(-(-num_rows // len(rows)), 1)[:num_rows]
             stub, path = self._stub(name, layer)
+            own = self._own(layer, rows, step, stub, path)
+            own_routing = None if stub is None else stub.seen
+            kind = _kind_of(layer, attention)
+            like = self._like_the_first(kind, layers, rows, step, own, own_routing)
+            if like is not None:
+                return self._with_experts(name, layers[like.place or 0]), like
             copied = exact_copy(layer, attention.module.removeprefix(f"{name}."), stub, path)
             exact, reason = self._exact(copied, attention, rows, step)
             if reason:
                 return unfit(reason)
-            routing = copied.routing
-            own = self._own(layer, rows, step, stub, path)
             fitting = []
             for place, candidate in enumerate(layers):
-                excess_found = self._excess(candidate, rows, step, own, exact, copied, routing)
-                if excess_found <= 1.0:
-                    fitting.append((excess_found, place))
+                ours, is_alike = self._computed(candidate, rows, step, own_routing, copied.routing)
+                if _are_enough(is_alike):
+                    excess_found = excess(ours[is_alike], own[is_alike], exact[is_alike], is_pooled=True)
+                    own_error = largest_error(own[is_alike], exact[is_alike])
+                    fitting += [(excess_found, place, own_error)] if excess_found <= 1.0 else []
         if len(fitting) != 1:
             return unfit(f"{len(fitting) or 'no'} block forms fit")
-        excess_found, place = fitting[0]
-        reason = self._why_not(layer, layers[place], copied, attention, called)
+        excess_found, place, own_error = fitting[0]
+        reason = self._why_not(kind, layers[place], copied, attention, called)
         if reason:
             return unfit(reason)
-        return self._with_experts(name, layers[place]), LayerProven(len(found_parts), place, excess=excess_found)
+        proven = LayerProven(len(found_parts), place, excess=excess_found)
+        self._first.setdefault(kind, (proven, own_error))
+        return self._with_experts(name, layers[place]), proven
+
+    def _like_the_first(
+        self, kind: Any, layers: Sequence[HostLayer], rows: torch.Tensor, step: ProbeStep, own: torch.Tensor,
+        own_routing: Routing | None,
+    ) -> LayerProven | None:  # fmt: skip
+        """Returns how the proof ended where a layer of this kind was proven before, and its form
+        computes of rows what this layer's own code does. None asks for the proof in float64.
+        """
+        first, error = self._first.get(kind, (None, 0.0))
+        if first is None or first.place is None or first.num_candidates != len(layers):
+            return None
+        ours, is_alike = self._computed(layers[first.place], rows, step, own_routing, own_routing)
+        found = mutual_excess(ours[is_alike], own[is_alike], error) if _are_enough(is_alike) else float("inf")
+        return replace(first, excess=found) if found <= 1.0 else None
 
     def _why_not(
-        self, layer: nn.Module, found: HostLayer, copied: ExactCopy, attention: AttentionLayer, called: Mapping[str, Any]
+        self, kind: Any, found: HostLayer, copied: ExactCopy, attention: AttentionLayer, called: Mapping[str, Any]
     ) -> str:
         """Returns where a layer of this kind computes something else than the form that was found
         for it; an empty text where it does not.
         """
-        kind = _kind_of(layer, attention)
         if kind not in self._kinds:
             proof = LayerProof(copied, found, attention.call)
             reason = proof.beyond_limits(_as_called(self._elsewhere(range(proof.num_rows)), called)[0])
@@ -178,20 +201,23 @@ class LayerForms:
             if before is not None:
                 _put(layer, path, before)
 
-    def _excess(
-        self, candidate: HostLayer, rows: torch.Tensor, step: ProbeStep, own: torch.Tensor, exact: torch.Tensor,
-        copied: ExactCopy, exact_routing: Routing | None,
-    ) -> float:  # fmt: skip
+    def _computed(
+        self, candidate: HostLayer, rows: torch.Tensor, step: ProbeStep, own: Routing | None, exact: Routing | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what a candidate computes of rows, and which of them it and the layer's own code
+        (`own`) route as `exact` says: only these can be compared.
+        """
         running_step().buffers.set_tables(step.cos, step.sin)
         ours = candidate(rows[None])[0]
         is_alike = torch.ones(len(rows), dtype=torch.bool)
-        # The last one to call the experts of the layer's own code was the layer in its own dtype.
-        for routing in (copied.routing, _routing_of(candidate)):
-            if routing is not None and exact_routing is not None:
-                is_alike &= are_alike(routing, exact_routing)
-        if is_alike.float().mean() < LEAST_ROUTED_ALIKE:
-            return float("inf")
-        return excess(ours[is_alike], own[is_alike], exact[is_alike], is_pooled=True)
+        for routing in (own, _routing_of(candidate)):
+            if routing is not None and exact is not None:
+                is_alike &= are_alike(routing, exact)
+        return ours, is_alike
+
+
+def _are_enough(is_alike: torch.Tensor) -> bool:
+    return bool(is_alike.float().mean() >= LEAST_ROUTED_ALIKE)
 
 
 def exact_copy(layer: nn.Module, attention: str, experts: ProbeExperts | None, path: str) -> ExactCopy:

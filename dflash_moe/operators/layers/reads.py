@@ -1,5 +1,6 @@
-"""Counts the bytes of a host's own model that one more token reads: dense weights as they are
-stored, one row of each embedding, and the keys and values that its attention sees.
+"""Looks through the operators of a host's own model: which kernels they are computed by, and the
+bytes that one more token reads: dense weights as they are stored, one row of each embedding, and
+the keys and values that its attention sees.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -23,6 +24,8 @@ from dflash_moe.operators.linear import HostEmbedding, HostLinear
 from dflash_moe.operators.paged_attention import LatentHeads, LayerPages, pages_of
 from dflash_moe.operators.routers import HostRouter
 
+# The package of all that the core computes of a host layer.
+_OPERATORS = "dflash_moe.operators."
 # Products that are computed together with others go by the first one's matrix.
 _TOGETHER = {
     (GroupedAttention, "query"): "query, key, value",
@@ -87,6 +90,26 @@ def kv_bytes(model: nn.Module, context: int) -> int:
         elif isinstance(part, nn.Module) and (layer := layer_of(part)) is not None:
             total += min(context, layer.window or context) * layer.pages.token_bytes(layer.index)
     return total
+
+
+def kernels_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Returns what decides by which code, over which sizes, the core computes a host layer: forms,
+    formats, classes and shapes of its operators. Layers for which it is equal differ in values.
+    """
+    found: list[Any] = []
+    for part in _parts(layer):
+        if not type(part).__module__.startswith(_OPERATORS):
+            continue  # such as the routed experts, which others compute
+        found.append(type(part).__name__)
+        named = vars(part) if isinstance(part, nn.Module) else _fields(part)
+        for name, value in sorted(named.items()):
+            if isinstance(value, _core.PackedLinear):
+                found.append((name, value.inputs, value.outputs, *value.formats, *value.numerics))
+            elif isinstance(value, torch.Tensor):
+                found.append((name, value.shape, value.dtype))
+            elif isinstance(value, bool | int | float | str | None) and name not in ("index", "layer_idx"):
+                found.append((name, value))
+    return tuple(found)
 
 
 def _parts(model: nn.Module) -> Iterator[Any]:
