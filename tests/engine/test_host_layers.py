@@ -14,14 +14,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from dflash_moe import ExpertRuntime, Topology
+from dflash_moe.forward import independence
 from dflash_moe.forward.host_model import HostModel, open_host
+from dflash_moe.forward.independence import find_dependence
+from dflash_moe.forward.layer_loop import LayerLoop
+from dflash_moe.integrations.transformers import without_experts
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.operators.layers import block_forms
+from dflash_moe.operators.layers.reads import kernels_of
 from dflash_moe.operators.report import Finding
 from tests.host_models import ORIGINAL_MAX, checkpoint, logits_of, prompt, start
 
@@ -259,6 +266,73 @@ def test_latent_attention_whose_queries_have_no_low_rank_is_taken(tmp_path):
     with torch.inference_mode():
         expected = eager(input_ids=torch.tensor([prompt()])).logits[0].double()
     assert (found - expected).abs().max() / expected.std() < 1e-5
+
+
+def test_layers_of_a_kind_are_compared_in_float64_once(monkeypatch):
+    copies = Mock(side_effect=block_forms.exact_copy)
+    monkeypatch.setattr(block_forms, "exact_copy", copies)
+    with start("qwen3_moe", "bf16") as runtime:
+        found = layers(opened(runtime, "qwen3_moe", "bf16"))
+        assert [finding.operator for finding in found] == ["layer"] * NUM_LAYERS
+        assert copies.call_count == 1
+
+
+@pytest.mark.parametrize("factor", [1.001, math.nan])
+def test_a_layer_behind_the_first_of_its_kind_that_computes_something_else_keeps_its_code(factor, monkeypatch):
+    import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
+
+    right = qwen3_moe.Qwen3MoeAttention.forward
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        attended, weights = right(self, *arguments, **options)
+        return attended * (factor if self.layer_idx else 1.0), weights
+
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeAttention, "forward", forward)
+    with start("qwen3_moe", "f32") as runtime:
+        host = opened(runtime, "qwen3_moe")
+        assert [finding.operator for finding in layers(host)] == ["layer", ""]
+        assert "no block forms fit" in layers(host)[1].reason
+
+
+def test_in_a_loop_one_layer_of_each_kind_is_tried_in_company(monkeypatch):
+    with start("deepseek_v3", "f32") as runtime:
+        packed = opened(runtime, "deepseek_v3").packed
+        loop = packed.loop
+        # The first layer has a gated MLP, the second one experts.
+        assert len({kernels_of(layer) for layer in loop.layers}) == NUM_LAYERS
+        assert kernels_of(loop.layers[0]) == kernels_of(loop.layers[0])
+    with start("qwen3_moe", "f32") as runtime:
+        packed = opened(runtime, "qwen3_moe").packed
+        loop = packed.loop
+        tried = []
+        right = LayerLoop.run
+
+        def run(self: Any, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            tried.append(self.layers)
+            return right(self, token_ids, *arguments) + 1e-3 * (len(token_ids) > 60)
+
+        with without_experts(packed.model):
+            assert find_dependence(packed) == ""
+            monkeypatch.setattr(LayerLoop, "run", run)
+            assert find_dependence(packed) == "logits (output, torch.float32): other bits whole, beside 16 other sequences"
+        assert set(tried) == {loop.layers[:1]}
+        assert packed.loop is loop
+
+
+def test_rows_between_the_layers_of_a_loop_are_compared(monkeypatch):
+    with start("qwen3_moe", "f32") as runtime:
+        packed = opened(runtime, "qwen3_moe").packed
+
+        def see(self: Any, layer: int, positions: Any, hidden_states: torch.Tensor) -> None:
+            hidden_states[:, 3] += 1e-3 * (len(positions) == 1)  # a token alone
+            seen(self, layer, positions, hidden_states)
+
+        seen = independence._BetweenLayers.see
+        monkeypatch.setattr(independence._BetweenLayers, "see", see)
+        with without_experts(packed.model):
+            found = find_dependence(packed)
+        assert found == "layers.-1 (output, torch.float32): other bits cut at 36, beside 0 other sequences"
+        assert packed.residuals is None
 
 
 def _eager(folder: Path, tokens: list[int]) -> torch.Tensor:
