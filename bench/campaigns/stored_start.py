@@ -11,23 +11,31 @@ packed worker. *two*: what two workers with all experts take of this machine's m
 (Pss), against the files of panels. *death*: a worker that is killed; the calls of its stand-in
 against its own, and the time until it is back. *cold*: the first call of one token to each layer
 where the page cache has no panels, against the same experts read past it by nobody who computes,
-plus the same calls again. Before each start as much memory is touched and freed, as in
-weight_loading. Needs 20 GB of disk and 12 GB of memory; about five minutes.
+plus the same calls again. *chat*: from the start of a process to the first token of a prompt of 16,
+once proofs are kept, against imports of torch, transformers and the model's class plus such a
+prompt later, and the same where nothing is kept but panels. *host*: packing the host's own
+matrices, against reading as many bytes from a file into memory and summing them up, which is what
+files of them would come to. Before each start of a worker as much memory is touched and freed, as
+in weight_loading. Needs 20 GB of disk and 12 GB of memory; about ten minutes.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import mmap
 import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +46,11 @@ from bench.campaigns.harness import command_line
 from bench.campaigns.weight_loading import touch_memory
 from bench.lab.panels import PanelReads, forget_pages, let_panels_be_kept, panel_files, timed, write_panels
 from bench.peers.model import REAL, TINY, write_random_codes
-from dflash_moe import ExpertRuntime, Topology
+from dflash_moe import ExpertRuntime, Topology, _core
 from dflash_moe.bench.harness import Recorder
+from dflash_moe.model.architecture import load_architecture
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.dense_tensors import StoredMatrix, stored_matrices
 from dflash_moe.model.spec import ModelSpec, model_spec
 from dflash_moe.testing.tiny import routed_batch
 
@@ -234,7 +245,86 @@ def _cold(spec: ModelSpec, cache: Path, rounds: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-PARTS = {"first": _first, "start": _start, "two": _two, "death": _death, "cold": _cold}
+def _chat(spec: ModelSpec, cache: Path, rounds: int) -> list[dict[str, Any]]:
+    topology = f"version: 1\nworkers: [{{name: w0, threads: {THREADS}, weights_layout: stored}}]\ncache: {{path: {cache}}}\n"
+    samples: dict[str, list[float]] = {"imports": [], "proving": [], "kept": [], "later": []}
+    for _ in range(rounds):
+        shutil.rmtree(cache / "proofs", ignore_errors=True)
+        samples["imports"].append(_said_after(_IMPORTS, spec.path)[0])
+        for name in ("proving", "kept"):
+            first_s, later_s = _said_after(_FIRST_TOKEN, spec.path, topology)
+            samples[name].append(first_s)
+        samples["later"].append(later_s)
+    medians = {f"{name}_s": statistics.median(values) for name, values in samples.items()}
+    beyond = medians["kept_s"] - medians["imports_s"] - medians["later_s"]
+    return [{"name": "a process to its first token", **medians, "beyond_s": beyond, "samples": samples}]
+
+
+_IMPORTS = """
+import sys, torch, transformers
+from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.model.checkpoint import Checkpoint
+find_model_class(load_config(Checkpoint.open(sys.argv[1])))
+print(0, flush=True)
+"""
+_FIRST_TOKEN = """
+import sys, time
+from dflash_moe import LLM, SamplingParams, Topology
+with LLM(sys.argv[1], Topology.parse(sys.argv[2])) as llm:
+    params = SamplingParams(max_tokens=1, temperature=0)
+    llm.generate([list(range(16))], params)
+    print(0, flush=True)
+    began = time.perf_counter()
+    llm.generate([list(range(100, 116))], params)
+    print(time.perf_counter() - began, flush=True)
+"""
+
+
+def _said_after(program: str, *arguments: str) -> list[float]:
+    """Returns after how long a program wrote its first line, and what the second one says, if there
+    is one.
+    """
+    began = time.perf_counter()
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        said = [time.perf_counter() - began, *map(float, process.stdout)]
+    if process.returncode != 0:
+        raise SystemExit("a process that starts the model failed; what it wrote says why")
+    return said
+
+
+def _host(spec: ModelSpec, cache: Path, rounds: int) -> list[dict[str, Any]]:
+    checkpoint = Checkpoint.open(Path(spec.path))
+    matrices = list(stored_matrices(load_architecture(checkpoint).model, checkpoint).values())
+    pool = _core.HostPool(threads=THREADS, isa=_core.best_isa())
+
+    def pack(matrix: StoredMatrix) -> int:
+        return _core.PackedLinear(pool, [(matrix.source, None, 0)], numerics="f32-canonical").resident_bytes
+
+    def read(place: tuple[int, int]) -> None:
+        memory = mmap.mmap(-1, place[1])
+        os.preadv(descriptor, [memory], place[0])
+        _core.checksum(memory)
+
+    samples: dict[str, list[float]] = {"pack": [], "read": []}
+    with ThreadPoolExecutor(THREADS) as threads:
+        sizes = list(threads.map(pack, matrices))  # the checkpoint is in the page cache from here on
+        places = list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+        with tempfile.TemporaryFile(dir=cache) as file:
+            for size in sizes:
+                file.write(os.urandom(size))
+            file.flush()
+            descriptor = file.fileno()
+            for _ in range(rounds):
+                samples["pack"].append(timed(lambda: list(threads.map(pack, matrices)))[0])
+                samples["read"].append(timed(lambda: list(threads.map(read, places)))[0])
+    medians = {f"{name}_s": statistics.median(values) for name, values in samples.items()}
+    return [{"name": "the host's own matrices", **medians, "bytes": sum(sizes), "samples": samples}]
+
+
+PARTS = {"first": _first, "start": _start, "two": _two, "death": _death, "cold": _cold, "chat": _chat, "host": _host}
 
 
 def _ratio(samples: dict[str, list[float]], one: str, other: str) -> float:

@@ -149,6 +149,18 @@ def stored_start(recorded: Recorded) -> str:
     if cold := rows.get("first token with a cold page cache"):
         took = seconds(cold["cold_s"]), digits(cold["of_bound"])
         lines.append(("the first token where the page cache has no panels", *took))
+    if chat := rows.get("a process to its first token"):
+        lines += [
+            ("imports of torch, transformers and the model's class, s", digits(chat["imports_s"]), "-"),
+            ("a prompt of 16 once all is there, s", digits(chat["later_s"]), "-"),
+            ("a process to its first token, s", digits(chat["kept_s"]), "-"),
+            ("the same where nothing was proven before, s", digits(chat["proving_s"]), "-"),
+        ]
+    if host := rows.get("the host's own matrices"):
+        lines += [
+            ("packing the host's own matrices, s", digits(host["pack_s"]), "1"),
+            ("reading and summing up as many bytes, s", digits(host["read_s"]), digits(host["read_s"] / host["pack_s"])),
+        ]
     return markdown(("what", "median", "of packed, of panels, of the worker, of the bound"), lines)
 
 

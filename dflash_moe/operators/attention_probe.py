@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from dflash_moe.errors import DflashError, UnsupportedError
 from dflash_moe.operators.attention_interface import AttentionTerms, on_interface, set_implementation
 from dflash_moe.operators.attribute_probe import read_parameters
+from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.looks import LookingCache, watched
 
 _IMPLEMENTATION = "dflash_moe_probe"
@@ -192,7 +194,7 @@ def probe_attention(model: Any) -> AttentionProbe:
     most = max_positions(model.config)
     cache = _ProbeCache(most, 0, calls.see_length)
     try:
-        with read_parameters(model) as read:
+        with read_parameters(model) as read, _without_products(model):
             _run(model, cache, calls, torch.arange(_TOKENS))
             # A token alone goes through branches of its own in some models.
             _run(model, _ProbeCache(most, _TOKENS, calls.see_length), calls, torch.tensor([_TOKENS]))
@@ -205,6 +207,25 @@ def probe_attention(model: Any) -> AttentionProbe:
     found.read_modules, found.position_readers = frozenset(read), frozenset(calls.positions)
     _note_layers(found, model, cache, calls)
     return found
+
+
+@contextmanager
+def _without_products(model: nn.Module) -> Iterator[None]:
+    """Opens a block in which linear layers that are packed already give zeros, as attention does:
+    all weights would be read twice to learn nothing.
+    """
+    packed = [module for module in model.modules() if isinstance(module, HostLinear)]
+    try:
+        for module in packed:
+            module.__dict__["forward"] = partial(_zeros, module)
+        yield
+    finally:
+        for module in packed:
+            module.__dict__.pop("forward", None)
+
+
+def _zeros(module: HostLinear, rows: torch.Tensor) -> torch.Tensor:
+    return module.empty(rows).zero_()
 
 
 def _run(model: Any, cache: _ProbeCache, calls: _Calls, positions: torch.Tensor) -> None:

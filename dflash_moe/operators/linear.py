@@ -63,9 +63,13 @@ class HostLinear(nn.Module):  # type: ignore[misc]
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns [..., outputs] for rows [..., inputs]."""
         rows = dense(rows)
-        out = rows.new_empty((*rows.shape[:-1], self.out_features), dtype=self.out_dtype or rows.dtype)
+        out = self.empty(rows)
         self.packed.run(*rows_of(rows), *rows_of(out)[:3])
         return out
+
+    def empty(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns memory for what the layer gives for rows."""
+        return rows.new_empty((*rows.shape[:-1], self.out_features), dtype=self.out_dtype or rows.dtype)
 
     def exact(self) -> nn.Module:
         """Returns a layer of torch in float64 with the weights that are packed, dequantised."""
