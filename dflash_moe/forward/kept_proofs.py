@@ -116,7 +116,7 @@ class KeptProofs:
 
     def keep(self, under: str, proven: ModelProven) -> None:
         """Writes what was proven, unless the checkpoint has changed meanwhile or changed a moment
-        ago, or another process writes: then the next start does it.
+        ago, or another process writes for longer than anybody waits: then the next start does it.
         """
         key = self._key
         if key is None or not under or not self._is_settled or ProofKey.of(self._path, key.model) != key:
@@ -130,7 +130,7 @@ class KeptProofs:
         try:
             with opened_for_derived(self._cache) as folder:
                 if folder is not None and folder.is_writable:
-                    with folder.writing(lambda: True) as has_lock:
+                    with folder.writing_a_little() as has_lock:
                         if has_lock:
                             write_proofs(folder, ProofFile(replace(key, under=under), fields))
         except (DflashError, OSError) as error:

@@ -27,8 +27,11 @@ SUBFOLDERS = (PANELS, INDEX, SPECS, PROOFS)
 LOCK_NAME = "lock"
 # Only the holder of the lock writes, one file at a time, so that one name suffices in each folder.
 TEMPORARY_NAME = "writing.tmp"
-# Who waits for the lock looks again after this time. A writer holds it for one file: a second.
-POLL_S = 0.05
+# Who waits for the lock looks again after this time: a writer holds it for one file, a second or
+# more, and takes it again some milliseconds later for the next one.
+POLL_S = 0.002
+# A small file waits so long for its turn.
+SHORT_WAIT_S = 10.0
 # Each of these is served by another machine or process, which may stand still, cut a mapped file
 # off, or know nothing of locks.
 NETWORK_TYPES = frozenset(
@@ -195,6 +198,15 @@ class CacheFolder:
             yield has_lock
         finally:
             os.close(descriptor)
+
+    @contextlib.contextmanager
+    def writing_a_little(self) -> Iterator[bool]:
+        """As `writing`, of a small file that is worth a short wait: whoever writes panels has the
+        lock for one file after the other, and not between two.
+        """
+        deadline = time.monotonic() + SHORT_WAIT_S
+        with self.writing(lambda: time.monotonic() > deadline) as has_lock:
+            yield has_lock
 
     def has_orphans(self) -> bool:
         """Says whether there is a temporary file, of a writer who runs or was killed."""

@@ -147,13 +147,13 @@ def _can_be_kept(checkpoint: Checkpoint, architecture: Architecture) -> bool:
 
 
 def _keep(folder: CacheFolder, kept: SpecFile, path: Path) -> None:
-    """Writes a file, unless the checkpoint has changed meanwhile, or another process writes: then
-    the next start does it.
+    """Writes a file, unless the checkpoint has changed meanwhile, or another process writes for
+    longer than anybody waits: then the next start does it.
     """
     if not folder.is_writable or SpecKey.of(path, kept.key.asked_dtype) != kept.key:
         return
     try:
-        with folder.writing(lambda: True) as has_lock:
+        with folder.writing_a_little() as has_lock:
             if has_lock:
                 write_spec(folder, kept)
     except (DflashError, OSError) as error:

@@ -6,10 +6,13 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import shutil
+import threading
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -26,8 +29,8 @@ from dflash_moe.operators.layers import block_forms
 from dflash_moe.operators.layers.block_forms import LayerProven
 from dflash_moe.proofs.one_pass import opened_pass
 from dflash_moe.proofs.verify import verify
-from dflash_moe.store import closed_json, proof_file
-from dflash_moe.store.folder import PROOFS
+from dflash_moe.store import closed_json, folder, proof_file
+from dflash_moe.store.folder import PROOFS, CacheFolder
 from tests.host_models import checkpoint, logits_of, prompt, start, topology
 from tests.unit.store.test_proof_file import replaced, with_digest
 
@@ -281,6 +284,38 @@ def test_a_layer_with_other_candidates_is_proven_and_so_is_what_follows(runtime,
     for proofs in (found, right["proofs"]):
         del proofs["layers"]["model.layers.1"]["excess"]
     assert found == right["proofs"]
+
+
+def test_they_are_kept_between_two_files_of_panels(runtime, source, cache):
+    """A worker writes panels meanwhile, and has the lock nearly all the time."""
+    is_over = threading.Event()
+
+    def write_panels():
+        while not is_over.is_set():
+            with held.writing(lambda: False):
+                time.sleep(0.5)
+            time.sleep(0.02)
+
+    with contextlib.closing(CacheFolder.open(cache.path, allow_network=True)) as held:
+        writer = threading.Thread(target=write_panels)
+        writer.start()
+        try:
+            open_host(source, runtime, cache=cache)
+        finally:
+            is_over.set()
+            writer.join()
+    assert len(files_in(cache)) == 1
+
+
+def test_they_are_not_awaited_for_long(runtime, source, cache, monkeypatch):
+    monkeypatch.setattr(folder, "SHORT_WAIT_S", 0.05)
+    with (
+        contextlib.closing(CacheFolder.open(cache.path, allow_network=True)) as held,
+        held.writing(lambda: False) as has_lock,
+    ):
+        assert has_lock
+        open_host(source, runtime, cache=cache)
+        assert files_in(cache) == []
 
 
 def test_a_reason_beyond_all_lengths_is_not_kept(runtime, source, cache, monkeypatch):
