@@ -91,7 +91,7 @@ class Event:
     attempt: int = 0
     reason: str = ""
     # Of FAILED: whether the worker died, and not merely was busy, out of reach, or not started
-    # because this process lacked something.
+    # because this process lacked something. Of LOST: whether it did not say goodbye.
     is_death: bool = True
     # Of OUTVOTED: whether it is not tried once more.
     is_last: bool = False
@@ -241,7 +241,7 @@ class Life:
             return []
         if now - self.since >= self.policy.backoff_s[1]:
             self._num_tries = 0
-        return self._lose(event.reason, now, is_death=True)
+        return self._lose(event.reason, now, is_death=event.is_death)
 
     def _on_outvoted(self, event: Event, now: float) -> list[Order]:
         if not self.serves:

@@ -318,7 +318,7 @@ class WorkerKeeper:
     def _handle(self, kept: Holder, event: Event) -> None:
         session = kept.session
         if event.what is Happening.LOST and kept.life.serves and session is not None and session.has_left():
-            event = replace(event, reason=TOLD_TO_STOP)
+            event = replace(event, reason=TOLD_TO_STOP, is_death=False)
             kept.has_left = kept.address.is_registered
         with self._lock:
             before = kept.life.state

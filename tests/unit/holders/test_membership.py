@@ -191,6 +191,18 @@ def test_pauses_double_until_the_longest_and_begin_anew_after_a_steady_time() ->
     assert order.until - (now + 5.0) <= 0.1 * (1 + JITTER)
 
 
+def test_goodbyes_are_no_crash_loop() -> None:
+    """Whoever stops and starts workers by hand, or a scheduler does, has not seen them die."""
+    member, now = fresh(), 0.0
+    for _ in range(2 * POLICY.deaths):
+        make_ready(member, now)
+        goodbye = Event(Happening.LOST, member.attempt, "it was told to stop", is_death=False)
+        assert member.on(goodbye, now) == [Order(Task.END, member.attempt)]
+        member.on(Event(Happening.ENDED, member.attempt), now)
+        assert (member.state, member.num_deaths) == (State.WAITING, 0)
+        now = start_again(member)
+
+
 def test_members_that_died_together_do_not_come_back_together() -> None:
     rng = random.Random(3)
     tries = set()

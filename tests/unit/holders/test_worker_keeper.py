@@ -294,8 +294,14 @@ def test_what_a_worker_said_last_is_the_reason_of_its_loss(keep: Keep) -> None:
     pretended = Pretended()
     keeper = keep(pretended)
     pretended.has_left = True
-    lose_and_wait(keeper, pretended)
+    pretended.events.happen(pretended.member, Happening.LOST, "no progress")
+    until = time.monotonic() + SOON_S
+    while "start" not in str(pretended.done):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    wait_for(keeper, "ready")
     assert pretended.done[0] == "lose: it was told to stop"
+    assert pretended.member.life.num_deaths == 0
 
 
 def test_a_last_word_that_another_thread_had_at_the_loss_is_asked_for_again(keep: Keep) -> None:
