@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -159,6 +160,30 @@ def exchange(rows: int, **told: int) -> tuple[bytes, bytes]:
     answer = bytes(32) + np.repeat(np.arange(rows, dtype=np.float32), 6).tobytes()
     fields = {"layer": 3, "shard": 2, "num_rows": rows, "num_pairs": len(ids), "request_dtype": 2, "call_id": 9}
     return frame(1, bytes(request), **fields), frame(2, answer, **{**fields, **told})
+
+
+def test_rows_are_compared_where_no_thread_can_be_started(spec, shards, monkeypatch) -> None:
+    monkeypatch.setattr(golden.ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError("can't start new thread")))
+    rows = GoldenRows(HostTwin(Path(spec.path), ISA), Holders(spec, wrong=("w1",)).ask)
+    rows.check("w0", shards)
+    with pytest.raises(WorkerUnfit, match="worker w1"):
+        rows.check("w1", shards)
+    assert (rows.num_compared, rows.num_mismatches) == (len(shards) + 1, 1)
+
+
+def test_a_row_that_differs_ends_the_asking(spec, shards) -> None:
+    holders = Holders(spec, wrong=("w0",))
+    right = holders.ask
+
+    def ask(*question):
+        reply = right(*question)
+        time.sleep(0.05)  # so that the host has compared the one before
+        return reply
+
+    many = [*shards] * 40
+    with pytest.raises(WorkerUnfit, match="worker w0"):
+        GoldenRows(HostTwin(Path(spec.path), ISA), ask).check("w0", many)
+    assert holders.num_asked < len(many)
 
 
 def test_rows_of_an_exchange_are_cut_out_around_its_end() -> None:
