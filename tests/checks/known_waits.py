@@ -374,6 +374,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock self._lock": "bounded: held over a table of workers or a tap's own short lock",
     },
     "dflash_moe/holders/audit/golden.py": {
+        "leave ThreadPoolExecutor": "bounded: what was not begun is given up, and one row loads its few experts",
+        "call one.result": "bounded: each row before it loads its few experts, within a budget for all of them",
+        "call compared.popleft().result": "bounded: the row has been compared",
         "lock self._computing_lock": "bounded: held while one row is computed, which loads the row's few experts",
         "lock self._lock": "straight: counts a comparison, and nothing is called",
     },

@@ -163,7 +163,10 @@ def exchange(rows: int, **told: int) -> tuple[bytes, bytes]:
 
 
 def test_rows_are_compared_where_no_thread_can_be_started(spec, shards, monkeypatch) -> None:
-    monkeypatch.setattr(golden.ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError("can't start new thread")))
+    class NoThreads(golden.ThreadPoolExecutor):
+        submit = Mock(side_effect=RuntimeError("can't start new thread"))
+
+    monkeypatch.setattr(golden, "ThreadPoolExecutor", NoThreads)
     rows = GoldenRows(HostTwin(Path(spec.path), ISA), Holders(spec, wrong=("w1",)).ask)
     rows.check("w0", shards)
     with pytest.raises(WorkerUnfit, match="worker w1"):
