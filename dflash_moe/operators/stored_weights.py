@@ -21,7 +21,7 @@ from dflash_moe.operators.report import Finding
 if TYPE_CHECKING:
     from dflash_moe.model.dense_tensors import StoredMatrix
 
-# So many outputs of each matrix are compared bit by bit.
+# So many outputs of each matrix are compared bit by bit: one for each place of the widest panel.
 _COMPARED_OUTPUTS = 32
 
 

@@ -30,7 +30,7 @@ TEMPORARY_NAME = "writing.tmp"
 # Who waits for the lock looks again after this time: a writer holds it for one file, a second or
 # more, and takes it again some milliseconds later for the next one.
 POLL_S = 0.002
-# A small file waits so long for its turn.
+# A small file waits so long for its turn: for some files of panels, and for one on a slow disk.
 SHORT_WAIT_S = 10.0
 # Each of these is served by another machine or process, which may stand still, cut a mapped file
 # off, or know nothing of locks.

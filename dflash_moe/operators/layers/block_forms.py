@@ -68,8 +68,9 @@ class LayerForms:
         self._elsewhere, self._positions = elsewhere, positions
         # Why no form stands for a kind of layer, empty where one does, by `_kind_of`.
         self._kinds: dict[Any, str] = {}
-        # What stood for the first layer of a kind, and how far its own code was from float64.
-        self._first: dict[Any, tuple[LayerProven, float]] = {}
+        # Of the first layer of a kind: how many candidates it had, which of them stands in for it,
+        # and how far its own code was from float64.
+        self._first: dict[Any, tuple[int, int, float]] = {}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def find(
@@ -104,7 +105,7 @@ class LayerForms:
             kind = _kind_of(layer, attention)
             like = self._like_the_first(kind, layers, rows, step, own, own_routing)
             if like is not None:
-                return self._with_experts(name, layers[like.place or 0]), like
+                return self._with_experts(name, like[0]), like[1]
             copied = exact_copy(layer, attention.module.removeprefix(f"{name}."), stub, path)
             exact, reason = self._exact(copied, attention, rows, step)
             if reason:
@@ -122,23 +123,22 @@ class LayerForms:
         reason = self._why_not(kind, layers[place], copied, attention, called)
         if reason:
             return unfit(reason)
-        proven = LayerProven(len(found_parts), place, excess=excess_found)
-        self._first.setdefault(kind, (proven, own_error))
-        return self._with_experts(name, layers[place]), proven
+        self._first.setdefault(kind, (len(layers), place, own_error))
+        return self._with_experts(name, layers[place]), LayerProven(len(layers), place, excess=excess_found)
 
     def _like_the_first(
         self, kind: Any, layers: Sequence[HostLayer], rows: torch.Tensor, step: ProbeStep, own: torch.Tensor,
         own_routing: Routing | None,
-    ) -> LayerProven | None:  # fmt: skip
-        """Returns how the proof ended where a layer of this kind was proven before, and its form
+    ) -> tuple[HostLayer, LayerProven] | None:  # fmt: skip
+        """Returns the candidate that has the form of an earlier layer of this kind, where it
         computes of rows what this layer's own code does. None asks for the proof in float64.
         """
-        first, error = self._first.get(kind, (None, 0.0))
-        if first is None or first.place is None or first.num_candidates != len(layers):
+        num_candidates, place, error = self._first.get(kind, (0, 0, 0.0))
+        if num_candidates != len(layers):
             return None
-        ours, is_alike = self._computed(layers[first.place], rows, step, own_routing, own_routing)
+        ours, is_alike = self._computed(layers[place], rows, step, own_routing, own_routing)
         found = mutual_excess(ours[is_alike], own[is_alike], error) if _are_enough(is_alike) else float("inf")
-        return replace(first, excess=found) if found <= 1.0 else None
+        return (layers[place], LayerProven(num_candidates, place, excess=found)) if found <= 1.0 else None
 
     def _why_not(
         self, kind: Any, found: HostLayer, copied: ExactCopy, attention: AttentionLayer, called: Mapping[str, Any]
