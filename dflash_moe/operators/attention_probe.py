@@ -1,6 +1,7 @@
 """Finds out, before modules are taken over, whether a model's attention can be paged: a forward
 pass of a few tokens, and one of a single token behind them, with a cache that only looks, and
-attention that computes nothing. Both note who reads positions and lengths, and how layers are called.
+attention that computes nothing. Both note who reads positions and lengths, and how layers are
+called.
 
 SPDX-License-Identifier: Apache-2.0
 """
